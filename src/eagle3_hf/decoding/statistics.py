@@ -1,0 +1,110 @@
+"""Acceptance and time counts of one `generate()` call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SpeculationStats:
+    """What one call of `generate()` did. Counts are sums over the rows of the batch.
+
+    The first token of each row comes from the prefill and counts nowhere here (prefill is no round). The last round
+    of a row is cut at EOS or the length limit before it is counted.
+
+    Attributes:
+        rounds: target forwards after the prefill, one for each row that took part.
+        generated: tokens those rounds produced, bonus tokens included.
+        drafted: draft tokens verified (nodes of a tree, the root not counted).
+        accepted: draft tokens kept.
+        reached: `reached[i]`, rounds that had a draft token at position `i` whose predecessors were all accepted.
+        accepted_at: `accepted_at[i]`, rounds whose draft token at position `i` was accepted.
+        speculated: `speculated[i]`, rounds that drafted at position `i` at all.
+        prefill_seconds, target_seconds, draft_seconds, total_seconds: wall time of the prefill, of the target and draft
+            forwards after it, and of the whole call.
+        candidates_per_round: most nodes in one verification, root included.
+    """
+
+    rounds: int = 0
+    generated: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    speculated: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    total_seconds: float = 0.0
+    candidates_per_round: int = 0
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens a target forward, bonus token included, prefill excluded."""
+        return self.generated / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """For each draft position, the share accepted among rounds that had accepted all earlier positions."""
+        return [a / r if r else 0.0 for a, r in zip(self.accepted_at, self.reached)]
+
+    @property
+    def unconditional_acceptance(self) -> list[float]:
+        """For each draft position, the share accepted among rounds that drafted it."""
+        return [a / s if s else 0.0 for a, s in zip(self.accepted_at, self.speculated)]
+
+    @property
+    def cycle_efficiency(self) -> float:
+        """Time in target and draft forwards over wall time, after the prefill."""
+        wall = self.total_seconds - self.prefill_seconds
+        return (self.target_seconds + self.draft_seconds) / wall if wall > 0 else 0.0
+
+    def count_round(self, drafted_depth: int, nodes: int, accepted: int, generated: int) -> None:
+        """Add one row's round: depth and number of its draft nodes, how many were kept, how many tokens came."""
+        self.rounds += 1
+        self.generated += generated
+        self.drafted += nodes
+        self.accepted += accepted
+        for counts in (self.reached, self.accepted_at, self.speculated):
+            counts.extend([0] * (drafted_depth - len(counts)))
+        for position in range(drafted_depth):
+            self.speculated[position] += 1
+            self.reached[position] += position <= accepted
+            self.accepted_at[position] += position < accepted
+
+    def merge(self, other: SpeculationStats) -> None:
+        """Add another call's counts and times to this one."""
+        for name in ("reached", "accepted_at", "speculated"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for position, count in enumerate(theirs):
+                mine[position] += count
+        for name in ("rounds", "generated", "drafted", "accepted"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("prefill_seconds", "target_seconds", "draft_seconds", "total_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.candidates_per_round = max(self.candidates_per_round, other.candidates_per_round)
+
+    def as_dict(self) -> dict[str, float | int | list]:
+        """Counts, rates and times as plain numbers (for JSON)."""
+        return {
+            "rounds": self.rounds,
+            "generated": self.generated,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tau": self.tau,
+            "acceptance_rate": self.acceptance_rate,
+            "conditional_acceptance": self.conditional_acceptance,
+            "unconditional_acceptance": self.unconditional_acceptance,
+            "prefill_seconds": self.prefill_seconds,
+            "target_seconds": self.target_seconds,
+            "draft_seconds": self.draft_seconds,
+            "total_seconds": self.total_seconds,
+            "cycle_efficiency": self.cycle_efficiency,
+            "candidates_per_round": self.candidates_per_round,
+        }

@@ -1,0 +1,324 @@
+"""Eagle3DraftModel: the one-layer draft of EAGLE-3 (arXiv 2503.01840) as a transformers `PreTrainedModel`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+from transformers.utils import ModelOutput
+
+from .compat import rotary_config
+from .configuration_eagle3 import Eagle3Config
+
+DEFAULT_NUM_ASSISTANT_TOKENS = 4
+
+
+@dataclass
+class Eagle3DraftOutput(ModelOutput):
+    """Output of [`Eagle3DraftModel`].
+
+    Attributes:
+        logits: `[batch, kept, draft_vocab_size]`, over the draft vocabulary.
+        last_hidden_state: `[batch, sequence, hidden_size]`, the recurrent state to feed back.
+    """
+
+    logits: torch.Tensor | None = None
+    last_hidden_state: torch.Tensor | None = None
+
+
+class Eagle3Attention(nn.Module):
+    """Grouped-query attention whose q/k/v read `input_size` features (2H in the first layer)."""
+
+    def __init__(self, config: Eagle3Config, layer_idx: int, input_size: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        query, kv, bias = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim, config.attention_bias
+        self.q_proj = nn.Linear(input_size, query, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv, bias=bias)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=bias)
+        if config.qk_norm:
+            self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+            self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Rotated queries and keys, and values: `[batch, heads, sequence, head_dim]` each."""
+        shape = (*x.shape[:-1], -1, self.head_dim)
+        query, key, value = self.q_proj(x).view(shape), self.k_proj(x).view(shape), self.v_proj(x).view(shape)
+        if self.config.qk_norm:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rope)
+        return query, key, value.transpose(1, 2)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        query, key, value = self.project(x, rope)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        name = self.config._attn_implementation
+        attend: Callable = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+        out, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return self.o_proj(out.reshape(*x.shape[:-1], -1))
+
+
+class Eagle3MLP(nn.Module):
+    """Gated MLP, as in Llama."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Eagle3DecoderLayer(nn.Module):
+    """Decoder layer; the first one attends over `cat(embedding, hidden)`, later ones are plain."""
+
+    def __init__(self, config: Eagle3Config, layer_idx: int):
+        super().__init__()
+        self.first = layer_idx == 0
+        self.norm_before_residual = config.norm_before_residual
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = LlamaRMSNorm(size, eps=eps)
+        if self.first:
+            self.hidden_norm = LlamaRMSNorm(size, eps=eps)
+        self.self_attn = Eagle3Attention(config, layer_idx, input_size=2 * size if self.first else size)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=eps)
+        self.mlp = Eagle3MLP(config)
+
+    def attention_input(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads, and the residual it is added to."""
+        if not self.first:
+            return self.input_layernorm(hidden), hidden
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), residual
+
+    def feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The MLP half, residual included."""
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        x, residual = self.attention_input(embeds, hidden)
+        return self.feed_forward(residual + self.self_attn(x, rope, attention_mask, cache))
+
+
+class Eagle3DraftModel(PreTrainedModel):
+    """EAGLE-3 draft: `fc` over aux states, decoder layer on `cat(embedding, hidden)`, head over a pruned vocabulary.
+
+    Slot `t` pairs the target feature of token `t` with the embedding of token `t+1` and predicts token `t+2`. The
+    *initial* pass reads target features (`n_aux * target_hidden_size`), the *recurrent* pass the draft's own state.
+
+    Buffers:
+        d2t: int64 `[draft_vocab_size]`, offsets: draft id `i` is target id `i + d2t[i]`.
+        t2d: bool `[vocab_size]`, True for target tokens that the draft vocabulary holds.
+    """
+
+    config_class = Eagle3Config
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flash_attn_2 = True
+    _supports_attention_backend = True
+    _no_split_modules = ["Eagle3DecoderLayer"]
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        features = config.num_aux_hidden_states * config.target_hidden_size
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(features, eps=config.rms_norm_eps)
+        if config.fc_norm:
+            norms = (LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in range(config.num_aux_hidden_states))
+            self.fc_norm = nn.ModuleList(norms)
+        self.fc = nn.Linear(features, config.hidden_size, bias=config.fc_bias)
+        self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary_emb = LlamaRotaryEmbedding(config=rotary_config(config))
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        kept = torch.arange(config.vocab_size) < config.draft_vocab_size
+        self.register_buffer("t2d", kept)
+        self.generation_config = GenerationConfig(num_assistant_tokens=DEFAULT_NUM_ASSISTANT_TOKENS)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "embed_tokens", None)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def draft_to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Map draft-vocabulary ids (int64, any shape) to target ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def set_draft_vocabulary(self, target_ids: torch.Tensor) -> None:
+        """Set which target tokens the head's rows stand for.
+
+        Args:
+            target_ids: int64 `[draft_vocab_size]`, strictly ascending target ids.
+
+        Raises:
+            ValueError: wrong number of ids, ids out of range, or not strictly ascending.
+        """
+        size = self.config.draft_vocab_size
+        if target_ids.shape != (size,):
+            raise ValueError(f"{size} token ids are needed (draft_vocab_size), got shape {tuple(target_ids.shape)}")
+        if (target_ids[1:] <= target_ids[:-1]).any() or target_ids[0] < 0 or target_ids[-1] >= self.config.vocab_size:
+            raise ValueError(f"draft vocabulary must be ascending ids below vocab_size {self.config.vocab_size}")
+        target_ids = target_ids.to(self.d2t.device)
+        self.d2t.copy_(target_ids - torch.arange(size, device=self.d2t.device))
+        self.t2d.zero_()[target_ids] = True
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Target features `[..., n_aux * target_hidden_size]` to draft states `[..., hidden_size]`."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = features.chunk(self.config.num_aux_hidden_states, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(features)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        recurrent: bool = False,
+        logits_to_keep: int | torch.Tensor | None = 0,
+        **kwargs: Any,
+    ) -> Eagle3DraftOutput:
+        """One pass of the draft.
+
+        Args:
+            hidden_states: target features `[batch, sequence, n_aux * target_hidden_size]`, or with `recurrent=True`
+                the draft's last state `[batch, sequence, hidden_size]`. The mode is never guessed from the shape.
+            input_ids: int64 `[batch, sequence]`, the token **after** each feature's; needs own embeddings.
+            inputs_embeds: its embedding `[batch, sequence, hidden_size]` (the target's table), instead.
+            position_ids: int64 `[batch, sequence]`, index of the feature; default `0..sequence-1`.
+            attention_mask: `[batch, 1, sequence, keys]`, bool (sdpa) or additive (eager); `None` is causal.
+            cache: key/value cache, updated in place.
+            recurrent: see `hidden_states`.
+            logits_to_keep: rows that get logits: 0 all, `n` the last n, an int64 tensor those; `None` no logits.
+
+        Raises:
+            ValueError: wrong width for the mode, or no embeddings for `input_ids`.
+            TypeError: an argument this model doesn't know.
+        """
+        if kwargs:
+            raise TypeError(f"Eagle3DraftModel.forward() doesn't know {sorted(kwargs)}")
+        width = self.config.hidden_size if recurrent else self.fc.in_features
+        if hidden_states.shape[-1] != width:
+            mode = "recurrent states" if recurrent else "target features"
+            raise ValueError(f"{mode} must be {width} wide, got {hidden_states.shape[-1]}")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            if self.get_input_embeddings() is None:
+                raise ValueError("this draft has no embeddings of its own: pass inputs_embeds from the target's table")
+            inputs_embeds = self.embed_tokens(input_ids)
+        hidden = hidden_states if recurrent else self.fuse(hidden_states)
+        inputs_embeds = inputs_embeds.to(hidden.dtype)
+        if position_ids is None:
+            start = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
+        if attention_mask is None and self.config._attn_implementation in (None, "eager"):
+            keys = hidden.shape[1] + (cache.get_seq_length() if cache is not None else 0)
+            attention_mask = hidden.new_full((hidden.shape[1], keys), torch.finfo(hidden.dtype).min)
+            attention_mask = attention_mask.triu(keys - hidden.shape[1] + 1)[None, None]
+        rope = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(inputs_embeds, hidden, rope, attention_mask, cache)
+        return self.head(hidden, logits_to_keep)
+
+    def head(self, hidden: torch.Tensor, logits_to_keep: int | torch.Tensor | None = 0) -> Eagle3DraftOutput:
+        """Recurrent state and logits of the last layer's output `[batch, sequence, hidden_size]`."""
+        normed = self.norm(hidden) if self.config.norm_output else None
+        state = hidden if normed is None else normed
+        if logits_to_keep is None:
+            return Eagle3DraftOutput(last_hidden_state=state)
+        kept = hidden if normed is None else normed
+        if isinstance(logits_to_keep, torch.Tensor):
+            kept = kept[:, logits_to_keep]
+        elif logits_to_keep:
+            kept = kept[:, -logits_to_keep:]
+        return Eagle3DraftOutput(logits=self.lm_head(self.norm(kept) if normed is None else kept), last_hidden_state=state)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any):
+        """As `PreTrainedModel.from_pretrained`; missing or unknown weights are an error, never a warning."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(name)}
+        if problems:
+            details = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items())
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is not a complete Eagle3DraftModel checkpoint ({details}). "
+                "Other published layouts need a conversion."
+            )
+        hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
+        try:
+            source = {key: kwargs[key] for key in hub if key in kwargs}
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **source)
+        except OSError:
+            pass  # no generation_config.json: the defaults stand
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As `PreTrainedModel.save_pretrained`, with the drafting options beside the weights."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        self.generation_config.save_pretrained(save_directory)
