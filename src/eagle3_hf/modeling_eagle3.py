@@ -185,7 +185,10 @@ class Eagle3DraftModel(PreTrainedModel):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         kept = torch.arange(config.vocab_size) < config.draft_vocab_size
         self.register_buffer("t2d", kept)
-        self.generation_config = GenerationConfig(num_assistant_tokens=DEFAULT_NUM_ASSISTANT_TOKENS)
+        # The threshold is set too: transformers 4.57 would fill in 0.4, meant for its own assistants.
+        self.generation_config = GenerationConfig(
+            num_assistant_tokens=DEFAULT_NUM_ASSISTANT_TOKENS, assistant_confidence_threshold=0.0
+        )
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module | None:
@@ -274,7 +277,7 @@ class Eagle3DraftModel(PreTrainedModel):
         if position_ids is None:
             start = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
-        if attention_mask is None and self.config._attn_implementation in (None, "eager"):
+        if attention_mask is None and hidden.shape[1] > 1 and self.config._attn_implementation in (None, "eager"):
             keys = hidden.shape[1] + (cache.get_seq_length() if cache is not None else 0)
             attention_mask = hidden.new_full((hidden.shape[1], keys), torch.finfo(hidden.dtype).min)
             attention_mask = attention_mask.triu(keys - hidden.shape[1] + 1)[None, None]

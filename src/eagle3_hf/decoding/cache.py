@@ -126,7 +126,9 @@ class SpeculativeCache(Cache):
             self._capacity = capacity if self.max_length is None else max(slots, min(capacity, self.max_length))
         return self._capacity
 
-    def begin_write(self, slots: torch.Tensor | None, count: int, batch: int | None = None) -> None:
+    def begin_write(
+        self, slots: torch.Tensor | None, count: int, batch: int | None = None, offset: int = 0
+    ) -> None:
         """Say where the next forward's `count` new rows go.
 
         Args:
@@ -134,6 +136,7 @@ class SpeculativeCache(Cache):
                 which needs equal lengths and is a plain slice copy.
             count: rows each sequence gets.
             batch: number of sequences; needed before the first write only.
+            offset: scratch rows between a row's length and the new ones.
 
         Raises:
             ValueError: the write would pass `max_length`, or lengths differ and `slots` is `None`.
@@ -144,12 +147,12 @@ class SpeculativeCache(Cache):
             self.lengths = [0] * batch
         if slots is None and min(self.lengths) != self.longest:
             raise ValueError("rows of different lengths need explicit write slots")
-        used = self.longest + count
+        used = self.longest + offset + count
         if self.max_length is not None and used > self.max_length:
             raise ValueError(f"{used} cache slots are needed, {self.max_length} are allowed: speculate fewer tokens")
         self.used = used
         self.capacity_for(used)
-        self.write_start = self.longest if slots is None else None
+        self.write_start = self.longest + offset if slots is None else None
         self._slots, self._slots_by_device = slots, {}
 
     def slots_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,308 @@
+"""Eagle3CandidateGenerator: runs the draft and proposes chains, dynamic trees or static trees."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from ..modeling_eagle3 import Eagle3DraftModel
+from . import masks
+from .cache import SpeculativeCache
+from .options import DraftingOptions
+from .tree import DraftTree, best_nodes, chain, from_parents, static_shape
+
+
+class Eagle3CandidateGenerator(CandidateGenerator):
+    """Proposes draft tokens for every row of a batch.
+
+    The draft's own memory holds only rows made from true target features: each round [`extend`] appends those of the
+    accepted tokens, and what [`propose`] writes past them is scratch. Keeping drafted rows instead costs 8-15 % of
+    the acceptance length (vllm#14649).
+
+    Args:
+        draft: the draft model, in eval mode.
+        embeddings: the target's input embedding module, used unless the draft has its own.
+        options: how to draft.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(self, draft: Eagle3DraftModel, embeddings: nn.Module, options: DraftingOptions):
+        self.draft = draft
+        self.embeddings = draft.get_input_embeddings() or embeddings
+        self.options = options
+        self.cache = SpeculativeCache(draft.config.num_hidden_layers)
+        self.shape = None if options.tree_paths is None else static_shape(options.tree_paths)
+        self.position_offset = 0
+        self._root_state: torch.Tensor | None = None
+        self._root_logits: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """Deepest level this generator drafts."""
+        return self.options.num_assistant_tokens if self.shape is None else len(self.shape.ranks)
+
+    def select_rows(self, rows: list[int]) -> None:
+        """Keep only these rows of the batch."""
+        self.cache.select_rows(rows)
+        if self._root_state is not None and self._root_logits is not None:
+            self._root_state, self._root_logits = self._root_state[rows], self._root_logits[rows]
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = getattr(self.embeddings, "weight", None)
+        device = tokens.device if weight is None else weight.device
+        return self.embeddings(tokens.to(device)).to(self.draft.device, self.draft.dtype)
+
+    def extend(self, features: torch.Tensor, next_tokens: torch.Tensor, counts: list[int]) -> None:
+        """Context pass: append true target features to the draft's memory.
+
+        Args:
+            features: `[batch, width, n_aux * target_hidden_size]`, in text order.
+            next_tokens: int64 `[batch, width]`, the token after each feature's.
+            counts: how many of the `width` entries of each row are real (the first ones).
+        """
+        batch, width = next_tokens.shape
+        device = self.draft.device
+        lengths = self.cache.lengths or [0] * batch
+        start = torch.tensor(lengths, device=device)
+        steps = torch.arange(width, device=device)
+        slots = start[:, None] + steps
+        level = min(lengths) == max(lengths)
+        self.cache.begin_write(None if level else slots, width, batch=batch)
+        mask = None
+        flash = "flash" in (self.draft.config._attn_implementation or "")
+        if max(lengths) > 0 and not (flash and level):
+            visible = steps[None, None, :].new_tensor(range(self.cache.used))[None, None, :] <= slots[:, :, None]
+            mask = masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
+        out = self.draft(
+            hidden_states=features.to(device, self.draft.dtype),
+            inputs_embeds=self._embed(next_tokens),
+            position_ids=slots + self.position_offset,
+            attention_mask=mask,
+            cache=self.cache,
+            logits_to_keep=None,
+        )
+        self.cache.set_lengths([length + count for length, count in zip(lengths, counts)])
+        last = torch.tensor(counts, device=device) - 1
+        self._root_state = out.last_hidden_state[torch.arange(batch, device=device), last][:, None]
+        self._root_logits = None
+
+    def _head(self, states: torch.Tensor) -> torch.Tensor:
+        """Draft logits of recurrent states (the final norm is already in them for `norm_output` drafts)."""
+        return self.draft.lm_head(states if self.draft.config.norm_output else self.draft.norm(states))
+
+    def _step(
+        self, states: torch.Tensor, tokens: torch.Tensor, depth: int, offset: int, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One recurrent pass for drafted `tokens` `[batch, n]` at `depth`: draft logits and new states.
+
+        The root's slot is at position `length - 1`, so depth `d` goes on at `length - 1 + d`, as in training.
+        """
+        device = states.device
+        n = tokens.shape[1]
+        start = torch.tensor(self.cache.lengths, device=device)
+        level = min(self.cache.lengths) == self.cache.longest
+        slots = None if level else start[:, None] + offset + torch.arange(n, device=device)
+        self.cache.begin_write(slots, n, offset=offset)
+        out = self.draft(
+            hidden_states=states,
+            inputs_embeds=self._embed(tokens),
+            position_ids=(start + self.position_offset + depth - 1)[:, None].expand(-1, n),
+            attention_mask=mask,
+            cache=self.cache,
+            recurrent=True,
+        )
+        return out.logits, out.last_hidden_state
+
+    def propose(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        """Draft after the last committed tokens.
+
+        Args:
+            roots: int64 `[batch]`, the last committed token of each row.
+            depth: levels to draft, at least 1 and at most [`depth`].
+        """
+        if self._root_state is None:
+            raise RuntimeError("propose() before extend(): the draft has no context yet")
+        if self._root_logits is None:
+            self._root_logits = self._head(self._root_state)
+        if self.shape is not None:
+            return self._static(roots, depth)
+        if self.options.tree_top_k == 1:
+            return self._chain(roots, depth)
+        return self._dynamic(roots, depth)
+
+    def _chain(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        threshold = self.options.assistant_confidence_threshold
+        logits, states = self._root_logits, self._root_state
+        assert logits is not None and states is not None
+        tokens, confidence = [roots[:, None]], None
+        for level in range(1, depth + 1):
+            best = logits[:, -1:].argmax(dim=-1)
+            if threshold > 0:
+                probability = logits[:, -1:].float().softmax(dim=-1).gather(-1, best[..., None])[..., 0]
+                confidence = probability if confidence is None else confidence * probability
+                # The batch stops together, so it goes on while any row is confident.
+                if bool((confidence < threshold).all()):
+                    break
+            tokens.append(self.draft.draft_to_target(best).to(roots.device))
+            if level < depth:
+                mask = self._chain_mask(level)
+                logits, states = self._step(states, tokens[-1], level, level - 1, mask)
+        return chain(torch.cat(tokens, dim=1))
+
+    def _chain_mask(self, level: int) -> torch.Tensor | None:
+        lengths = self.cache.lengths
+        if min(lengths) == max(lengths):
+            return None  # one query that sees every key
+        start = torch.tensor(lengths, device=self.draft.device)
+        used = max(lengths) + level
+        visible = torch.arange(used, device=start.device)[None, None, :] < (start + level)[:, None, None]
+        return masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
+
+    def _tree_step(
+        self,
+        states: torch.Tensor,
+        tokens: torch.Tensor,
+        depth: int,
+        written: int,
+        ancestry: torch.Tensor,
+        level_depths: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Recurrent pass for one tree level; `ancestry` is bool `[batch, n, written + n]` over scratch nodes."""
+        start = torch.tensor(self.cache.lengths, device=states.device)
+        used = self.cache.longest + written + tokens.shape[1]
+        visible, _ = masks.visibility(start, used, level_depths, ancestry, is_chain=False)
+        mask = masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
+        return self._step(states, tokens, depth, written, mask)
+
+    def _dynamic(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        """EAGLE-2's tree: a beam by cumulative log-probability, then the best nodes of all levels."""
+        device, batch = self.draft.device, roots.shape[0]
+        width = min(self.options.tree_top_k, self.draft.config.draft_vocab_size)
+        assert self._root_logits is not None and self._root_state is not None
+        values, ids = self._root_logits[:, -1].float().log_softmax(-1).topk(width, dim=-1)
+        beam_scores, beam_tokens = values, self.draft.draft_to_target(ids)
+        beam_states = self._root_state.expand(-1, width, -1)
+        beam_index = torch.arange(width, device=device).expand(batch, -1)
+        pool_tokens, pool_scores = [beam_tokens], [beam_scores]
+        pool_parents = [torch.full_like(beam_tokens, -1)]
+        pool_depths = [torch.ones_like(beam_tokens)]
+        ancestry = torch.zeros(batch, width, 0, dtype=torch.bool, device=device)
+        listed, written = width, 0
+        own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        for level in range(1, depth):
+            ancestry = torch.cat((ancestry, own), dim=2)
+            depths = torch.arange(level, device=device).repeat_interleave(width).expand(batch, -1)
+            logits, states = self._tree_step(beam_states, beam_tokens, level, written, ancestry, depths)
+            written += width
+            values, ids = logits.float().log_softmax(-1).topk(width, dim=-1)
+            scores = (beam_scores[:, :, None] + values).flatten(1)
+            tokens = self.draft.draft_to_target(ids).flatten(1)
+            parent = torch.arange(width, device=device).repeat_interleave(width).expand(batch, -1)
+            pool_tokens.append(tokens)
+            pool_scores.append(scores)
+            pool_parents.append(beam_index.gather(1, parent))
+            pool_depths.append(torch.full_like(tokens, level + 1))
+            beam_scores, best = scores.topk(width, dim=-1)
+            beam_tokens, beam_index = tokens.gather(1, best), listed + best
+            from_beam = parent.gather(1, best)
+            beam_states = states.gather(1, from_beam[..., None].expand(-1, -1, states.shape[-1]))
+            ancestry = ancestry.gather(1, from_beam[..., None].expand(-1, -1, ancestry.shape[-1]))
+            listed += width * width
+        tokens, parents, depths, scores = best_nodes(
+            torch.cat(pool_tokens, 1),
+            torch.cat(pool_parents, 1),
+            torch.cat(pool_depths, 1),
+            torch.cat(pool_scores, 1),
+            self.options.max_nodes,
+        )
+        return self._with_root(roots, tokens, parents, depths, scores, depth)
+
+    def _with_root(
+        self,
+        roots: torch.Tensor,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        depths: torch.Tensor,
+        scores: torch.Tensor,
+        max_depth: int,
+    ) -> DraftTree:
+        threshold = self.options.assistant_confidence_threshold
+        if threshold > 0:
+            # A node below the threshold in every row is dropped; scores fall along paths, so no child outlives it.
+            kept = (scores >= math.log(threshold)).any(0)
+            index = kept.nonzero()[:, 0]
+            place = torch.cat((kept.new_zeros(1, dtype=torch.long), kept.long().cumsum(0)))
+            tokens, depths, parents = tokens[:, index], depths[:, index], place[parents[:, index]]
+        root = torch.zeros_like(roots[:, None])
+        device = roots.device
+        return from_parents(
+            torch.cat((roots[:, None], tokens.to(device)), 1),
+            torch.cat((root, parents.to(device)), 1),
+            torch.cat((root, depths.to(device)), 1),
+            max_depth,
+        )
+
+    def _static(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        """A fixed shape: node `rank` of a parent is the draft's `rank`-th best token there."""
+        assert self.shape is not None and self._root_logits is not None and self._root_state is not None
+        device, batch = self.draft.device, roots.shape[0]
+        logits, states = self._root_logits, self._root_state
+        tokens, parents, depths = [], [], []
+        above = torch.zeros(1, dtype=torch.long, device=device)  # tree number of each node of the level above
+        sources = [0]  # rows of `logits` that those nodes' logits are in
+        ancestry = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+        scratch_depths = torch.zeros(0, dtype=torch.long, device=device)
+        listed, written = 1, 0
+        for level, (ranks, of) in enumerate(zip(self.shape.ranks, self.shape.parents), start=1):
+            if level > depth:
+                break
+            ranked = logits.topk(max(ranks) + 1, dim=-1).indices
+            row = torch.tensor([sources.index(p) for p in of], device=device)
+            ids = ranked[:, row, torch.tensor(ranks, device=device)]
+            level_tokens = self.draft.draft_to_target(ids)
+            tokens.append(level_tokens)
+            parents.append(above[torch.tensor(of, device=device)].expand(batch, -1))
+            depths.append(torch.full_like(level_tokens, level))
+            above = torch.arange(listed, listed + len(ranks), device=device)
+            listed += len(ranks)
+            sources = self.shape.expanded[level - 1]
+            if level == depth or not sources:
+                continue
+            pick = torch.tensor(sources, device=device)
+            own = torch.eye(len(sources), dtype=torch.bool, device=device).expand(batch, -1, -1)
+            ancestry = torch.cat((ancestry[:, row[pick]], own), dim=2)
+            scratch_depths = torch.cat((scratch_depths, scratch_depths.new_full((len(sources),), level - 1)))
+            logits, states = self._tree_step(
+                states[:, row[pick]], level_tokens[:, pick], level, written, ancestry, scratch_depths.expand(batch, -1)
+            )
+            written += len(sources)
+        flat = torch.cat(tokens, 1)
+        scores = torch.zeros(flat.shape, device=device)
+        return self._with_root(roots, flat, torch.cat(parents, 1), torch.cat(depths, 1), scores, len(tokens))
+
+    def get_candidates(
+        self,
+        input_ids: torch.Tensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = False,
+        n_last_matches: int = 0,
+    ) -> tuple[torch.Tensor, None]:
+        """transformers' interface, for chains: the text with drafted tokens behind it, and no candidate logits.
+
+        Needs [`extend`] to have been called with the features up to the last token's predecessor.
+        """
+        if is_first_iteration or self._root_state is None:
+            return input_ids, None
+        if not self.options.is_chain:
+            raise ValueError("transformers' own assisted decoding takes chains only: set tree_top_k=1")
+        tree = self._chain(input_ids[:, -1], self.depth)
+        return torch.cat((input_ids[:, :-1], tree.tokens), dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Constant schedule: nothing to update."""

@@ -1,0 +1,79 @@
+"""Drafting options: where they come from and what they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass
+class DraftingOptions:
+    """How a draft proposes. Given per call to `generate()`, else read from `draft.generation_config`.
+
+    Attributes:
+        num_assistant_tokens: depth of the draft: tokens of a chain, levels of a tree.
+        assistant_confidence_threshold: drop draft tokens whose cumulative draft probability is below this, in `[0, 1)`.
+        tree_top_k: children a node may get in a dynamic tree, and width of its beam; 1 is a chain.
+        tree_total_tokens: draft nodes verified in one target forward (root not counted); default
+            `tree_top_k * num_assistant_tokens`.
+        tree_paths: a static tree as child-rank paths, e.g. `[(0,), (1,), (0, 0)]`; excludes the three above but the
+            threshold.
+    """
+
+    num_assistant_tokens: int = 4
+    assistant_confidence_threshold: float = 0.0
+    tree_top_k: int = 1
+    tree_total_tokens: int | None = None
+    tree_paths: Sequence[Sequence[int]] | None = None
+
+    @staticmethod
+    def shared_names() -> tuple[str, ...]:
+        """Options that transformers' own generation config has too."""
+        return ("num_assistant_tokens", "assistant_confidence_threshold")
+
+    @classmethod
+    def own_names(cls) -> tuple[str, ...]:
+        """Options that only this package knows."""
+        return tuple(field.name for field in fields(cls) if field.name not in cls.shared_names())
+
+    @classmethod
+    def collect(cls, per_call: dict[str, Any], draft_config: Any) -> DraftingOptions:
+        """Per-call values first, then the draft's generation config, then the defaults; checked."""
+        values = {}
+        for field in fields(cls):
+            value = per_call.get(field.name)
+            if value is None:
+                value = getattr(draft_config, field.name, None)
+            if value is not None:
+                values[field.name] = value
+        options = cls(**values)
+        options.check()
+        return options
+
+    def check(self) -> None:
+        """Raise `ValueError` on a value that can't be meant."""
+        if self.num_assistant_tokens < 1:
+            raise ValueError(f"num_assistant_tokens must be at least 1, got {self.num_assistant_tokens}")
+        if self.tree_top_k < 1:
+            raise ValueError(f"tree_top_k must be at least 1, got {self.tree_top_k}")
+        if not 0.0 <= self.assistant_confidence_threshold < 1.0:
+            raise ValueError(
+                f"assistant_confidence_threshold must be in [0, 1), got {self.assistant_confidence_threshold}"
+            )
+        if self.tree_total_tokens is not None and self.tree_total_tokens < 1:
+            raise ValueError(f"tree_total_tokens must be at least 1, got {self.tree_total_tokens}")
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether at most one token is drafted at each depth."""
+        return self.tree_top_k == 1 and self.tree_paths is None
+
+    @property
+    def max_nodes(self) -> int:
+        """Most draft nodes in one verification, root not counted."""
+        if self.tree_paths is not None:
+            return len(self.tree_paths)
+        if self.is_chain:
+            return self.num_assistant_tokens
+        return self.tree_total_tokens or self.tree_top_k * self.num_assistant_tokens

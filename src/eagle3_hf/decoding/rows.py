@@ -1,0 +1,107 @@
+"""Rows: the texts of a batch while they grow at different speeds."""
+
+from __future__ import annotations
+
+import torch
+from transformers import GenerationConfig
+
+
+class Rows:
+    """Texts of the rows still running, and the finished ones.
+
+    Texts are held as plain `generate()` holds them, prompt left-padded; `columns[i]` counts the columns in use and
+    `pads[i]` the padding in front, so row `i`'s text has `columns[i] - pads[i]` tokens.
+
+    Args:
+        input_ids: int64 `[batch, prompt]`.
+        attention_mask: `[batch, prompt]`, or `None` for no padding.
+        config: for `max_length` and the pad id.
+
+    Raises:
+        ValueError: padding that isn't on the left, or a row without any token.
+    """
+
+    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig):
+        batch, width = input_ids.shape
+        self.device = input_ids.device
+        self.width = width
+        max_length: int = config.max_length  # type: ignore[assignment]
+        pad = getattr(config, "_pad_token_tensor", None)
+        self.pad = 0 if pad is None else int(pad)
+        if attention_mask is None or bool(attention_mask.all()):
+            self.pads = [0] * batch
+        else:
+            real = attention_mask.long()
+            counts = real.sum(dim=1)
+            expected = torch.arange(width, device=real.device)[None] >= width - counts[:, None]
+            if bool((expected != real.bool()).any()) or int(counts.min()) == 0:
+                raise ValueError(
+                    "prompts must be padded on the left and not be empty: set tokenizer.padding_side = 'left'"
+                )
+            self.pads = (width - counts).tolist()
+        if width == 0:
+            raise ValueError("the prompt is empty: speculation needs at least one token to start from")
+        room = max(max_length - width, 0)
+        self.ids = torch.cat((input_ids, input_ids.new_full((batch, room), self.pad)), dim=1)
+        self.columns = [width] * batch
+        self.original = list(range(batch))
+        self.max_length = max_length
+        self.started = False
+        self.finished: list[list[int]] = [[] for _ in range(batch)]
+        self._prompt = input_ids
+        self._generated: list[list[int]] = [[] for _ in range(batch)]
+
+    @property
+    def active(self) -> bool:
+        """Whether any row is still running."""
+        return bool(self.columns)
+
+    @property
+    def limits(self) -> list[int]:
+        """Most tokens each row's text may have, padding not counted."""
+        return [self.max_length - pad for pad in self.pads]
+
+    def text_lengths(self) -> list[int]:
+        """Tokens of each row's text, padding not counted."""
+        return [columns - pad for columns, pad in zip(self.columns, self.pads)]
+
+    def budgets(self, device: torch.device) -> torch.Tensor:
+        """int64 `[rows]`: tokens each row may still get."""
+        return torch.tensor([self.max_length - columns for columns in self.columns], device=device)
+
+    def right_padded(self) -> tuple[torch.Tensor, list[int]]:
+        """The prompts with their padding moved to the right (`[batch, longest]`), and their lengths."""
+        lengths = self.text_lengths()
+        if not any(self.pads):
+            return self._prompt, lengths
+        shift = torch.tensor(self.pads, device=self.device)[:, None]
+        index = (torch.arange(self.width, device=self.device)[None] + shift) % self.width
+        return self._prompt.gather(1, index)[:, : max(lengths)], lengths
+
+    def roots(self) -> torch.Tensor:
+        """int64 `[rows]`: the last committed token of each row."""
+        ends = torch.tensor(self.columns, device=self.device)[:, None] - 1
+        return self.ids.gather(1, ends)[:, 0]
+
+    def append(self, blocks: list[list[int]], done: list[bool]) -> list[int]:
+        """Add each row's new tokens and let go of rows that are done; returns the places of those that go on."""
+        self.started = True
+        for i, tokens in enumerate(blocks):
+            start = self.columns[i]
+            self.ids[i, start : start + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype, device=self.device)
+            self.columns[i] += len(tokens)
+            self._generated[self.original[i]] += tokens
+        going = [i for i, ended in enumerate(done) if not ended]
+        if len(going) < len(done):
+            self.ids = self.ids[going]
+            for name in ("columns", "pads", "original"):
+                values = getattr(self, name)
+                setattr(self, name, [values[i] for i in going])
+        return going
+
+    def sequences(self) -> torch.Tensor:
+        """int64 `[batch, prompt + longest answer]`, shorter answers padded on the right as `generate()` does."""
+        longest = max(map(len, self._generated))
+        answers = [tokens + [self.pad] * (longest - len(tokens)) for tokens in self._generated]
+        new = torch.tensor(answers, dtype=self._prompt.dtype, device=self.device).view(len(answers), longest)
+        return torch.cat((self._prompt, new), dim=1)

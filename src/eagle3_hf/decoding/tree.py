@@ -1,0 +1,147 @@
+"""DraftTree: what a draft proposes, batched; chains, dynamic trees (EAGLE-2/3) and static trees are one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class DraftTree:
+    """Proposed tokens of each row; node 0 is the root, the last committed token. Parents come before children.
+
+    Attributes:
+        tokens: int64 `[batch, nodes]`.
+        parents: int64 `[batch, nodes]`; the root's is 0.
+        depths: int64 `[batch, nodes]`; the root's is 0.
+        ancestors: bool `[batch, nodes, nodes]`, `[b, n, m]` True where `m` is `n` or one of its ancestors.
+        max_depth: the deepest level any node has.
+        is_chain: node `n` is at depth `n` in every row, with parent `n - 1`.
+    """
+
+    tokens: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    ancestors: torch.Tensor
+    max_depth: int
+    is_chain: bool = False
+
+    @property
+    def size(self) -> int:
+        """Nodes of each row, root included."""
+        return self.tokens.shape[1]
+
+    def node_at_depth(self) -> torch.Tensor:
+        """int64 `[batch, nodes, max_depth + 1]`: the ancestor of each node at each depth; the node itself below it."""
+        nodes = torch.arange(self.size, device=self.tokens.device)
+        found = nodes[None, :, None].expand(self.tokens.shape[0], -1, self.max_depth + 1).clone()
+        depth = self.depths[:, None, :].expand_as(self.ancestors)
+        # Entries that are no ancestors write the node to its own depth, where it belongs anyway.
+        depth = torch.where(self.ancestors, depth, self.depths[:, :, None])
+        source = torch.where(self.ancestors, nodes[None, None, :], nodes[None, :, None])
+        return found.scatter_(2, depth, source)
+
+
+def chain(tokens: torch.Tensor) -> DraftTree:
+    """A chain: `tokens` is int64 `[batch, 1 + K]`, root first."""
+    batch, size = tokens.shape
+    device = tokens.device
+    depths = torch.arange(size, device=device)
+    ancestors = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    return DraftTree(
+        tokens=tokens,
+        parents=(depths - 1).clamp(min=0).expand(batch, -1),
+        depths=depths.expand(batch, -1),
+        ancestors=ancestors.expand(batch, -1, -1),
+        max_depth=size - 1,
+        is_chain=True,
+    )
+
+
+def from_parents(tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, max_depth: int) -> DraftTree:
+    """A tree from int64 `[batch, nodes]` tokens, parents and depths (see [`DraftTree`] for their meaning)."""
+    batch, size = tokens.shape
+    own = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+    ancestors = own
+    index = parents[:, :, None].expand(-1, -1, size)
+    for _ in range(max_depth):
+        ancestors = own | ancestors.gather(1, index)
+    return DraftTree(tokens, parents, depths, ancestors, max_depth)
+
+
+def best_nodes(
+    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, scores: torch.Tensor, keep: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The `keep` best-scored candidates of each row, in tree order, parents renumbered (EAGLE-2's reranking).
+
+    Scores are cumulative log-probabilities, so a child never beats its parent, and candidates are listed parents
+    first: a stable sort therefore never keeps a node without its ancestors.
+
+    Args:
+        tokens, parents, depths: int64 `[batch, candidates]`; `parents` is -1 for children of the root, else the
+            parent's index among the candidates.
+        scores: float `[batch, candidates]`.
+        keep: nodes to keep.
+
+    Returns:
+        Tokens, parents (0 is the root, candidate `i` kept at place `j` is `j + 1`), depths and scores, each
+        `[batch, keep]`.
+    """
+    keep = min(keep, tokens.shape[1])
+    chosen = scores.sort(dim=1, descending=True, stable=True).indices[:, :keep].sort(dim=1).values
+    place = torch.zeros_like(tokens).scatter_(
+        1, chosen, torch.arange(1, keep + 1, device=tokens.device).expand(tokens.shape[0], -1)
+    )
+    old_parents = parents.gather(1, chosen)
+    new_parents = torch.where(old_parents < 0, 0, place.gather(1, old_parents.clamp(min=0)))
+    return tokens.gather(1, chosen), new_parents, depths.gather(1, chosen), scores.gather(1, chosen)
+
+
+@dataclass
+class StaticShape:
+    """A static tree's shape, level by level.
+
+    Attributes:
+        ranks: for each level, the child rank (0 is the draft's best) of each of its nodes.
+        parents: for each level, the index of each node's parent among the nodes of the level above.
+        expanded: for each level, the nodes that have children, as indices into that level.
+    """
+
+    ranks: list[list[int]]
+    parents: list[list[int]]
+    expanded: list[list[int]]
+
+
+def static_shape(paths: Sequence[Sequence[int]]) -> StaticShape:
+    """Read a static tree given as child-rank paths.
+
+    Args:
+        paths: each a non-empty sequence of ranks from the root down, e.g. `[(0,), (1,), (0, 0)]`.
+
+    Raises:
+        ValueError: no path, a negative rank, a path given twice, or one whose parent isn't listed.
+    """
+    listed = [tuple(int(rank) for rank in path) for path in paths]
+    if not listed or not all(listed):
+        raise ValueError("tree_paths needs at least one path, and none may be empty")
+    if len(set(listed)) != len(listed):
+        raise ValueError("tree_paths holds a path twice")
+    if any(rank < 0 for path in listed for rank in path):
+        raise ValueError("tree_paths holds a negative child rank")
+    levels: list[list[tuple[int, ...]]] = [[()]]
+    for depth in range(1, max(map(len, listed)) + 1):
+        levels.append(sorted(path for path in listed if len(path) == depth))
+    shape = StaticShape([], [], [])
+    for above, level in zip(levels, levels[1:]):
+        place = {path: i for i, path in enumerate(above)}
+        orphans = [path for path in level if path[:-1] not in place]
+        if orphans:
+            raise ValueError(f"tree_paths lists {orphans[0]} but not its parent {orphans[0][:-1]}")
+        shape.ranks.append([path[-1] for path in level])
+        shape.parents.append([place[path[:-1]] for path in level])
+    for level, below in zip(levels[1:], levels[2:] + [[]]):
+        parents = {path[:-1] for path in below}
+        shape.expanded.append([i for i, path in enumerate(level) if path in parents])
+    return shape

@@ -1,0 +1,127 @@
+"""Verifier: the target's side of a round - forward over the nodes, processing, selection, acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..aux_layers import text_config
+from ..compat import accepts, cache_argument
+from .cache import SpeculativeCache
+from .masks import TargetMasks, visibility
+from .processing import NodeProcessor
+from .rows import Rows
+from .tree import DraftTree
+from .verification import accept, select_tokens
+
+
+class Verifier:
+    """Runs the target on prompts and on draft nodes.
+
+    Args:
+        target: model with [`Eagle3TargetMixin`].
+        cache: the target's memory.
+        processors: as `generate()` prepared them.
+        batch_size: rows of the original call.
+        aux_ids: aux hidden states to capture.
+        do_sample: draw tokens instead of argmax.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        cache: SpeculativeCache,
+        processors: LogitsProcessorList,
+        batch_size: int,
+        aux_ids: tuple[int, ...],
+        do_sample: bool,
+    ):
+        self.target, self.cache, self.do_sample = target, cache, do_sample
+        self.process = NodeProcessor(processors, batch_size)
+        self.masks = TargetMasks(text_config(target), target.dtype)
+        self.aux_ids = aux_ids
+        self.cache_argument = cache_argument(type(target).forward)
+        self.keeps_logits = accepts(type(target).forward, "logits_to_keep")
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        with self.target.capture_aux_hidden_states(self.aux_ids) as capture:
+            out = self.target(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=mask,
+                use_cache=True,
+                return_dict=True,
+                **{self.cache_argument: self.cache},
+                **kwargs,
+            )
+        states = capture.take()
+        device = states[-1].device
+        return out.logits, torch.cat([state.to(device) for state in states], dim=-1)
+
+    def prefill(self, ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run right-padded prompts `[batch, width]`.
+
+        Causality alone keeps padding out of sight, since it comes last; its keys and values are scratch.
+
+        Returns:
+            Logits after each row's last token `[batch, vocab]`, and features `[batch, width, n_aux * hidden]`.
+        """
+        batch, width = ids.shape
+        self.cache.begin_write(None, width, batch=batch)
+        positions = torch.arange(width, device=ids.device)[None].expand(batch, -1)
+        ends = torch.tensor([length - 1 for length in lengths], device=ids.device)
+        distinct, place = ends.unique(return_inverse=True)
+        kwargs = {"logits_to_keep": distinct} if self.keeps_logits else {}
+        logits, features = self._run(ids, positions, None, **kwargs)
+        row = torch.arange(batch, device=logits.device)
+        last = logits[row, (place if self.keeps_logits else ends).to(logits.device)]
+        self.cache.set_lengths(lengths)
+        return last, features
+
+    def forward(self, tree: DraftTree | None, rows: Rows, max_position: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the nodes of `tree` (or the roots alone) after each row's past.
+
+        Returns:
+            Logits `[batch, nodes, vocab]` and features `[batch, nodes, n_aux * hidden]`.
+        """
+        ids = rows.roots()[:, None] if tree is None else tree.tokens
+        batch, nodes = ids.shape
+        lengths = self.cache.lengths
+        start = torch.tensor(lengths, device=ids.device)
+        level = min(lengths) == max(lengths)
+        slots = None if level else start[:, None] + torch.arange(nodes, device=ids.device)
+        self.cache.begin_write(slots, nodes)
+        depths = start.new_zeros(batch, 1) if tree is None else tree.depths
+        positions = start[:, None] + depths
+        if max_position is not None and nodes > 1:
+            # Nodes past the position table are cut off afterwards anyway; learned tables must not be overrun.
+            positions = positions.clamp(max=max(max_position - 1, max(lengths)))
+        mask = None
+        if not (level and nodes == 1 and self.masks.full_only):
+            ancestors = start.new_ones(batch, 1, 1, dtype=torch.bool) if tree is None else tree.ancestors
+            is_chain = tree is None or tree.is_chain
+            visible, keys = visibility(start, self.cache.used, depths, ancestors, is_chain)
+            mask = self.masks.build(visible, start[:, None] + depths, keys)
+        return self._run(ids, positions, mask)
+
+    def choose(
+        self, logits: torch.Tensor, tree: DraftTree | None, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Raw float32 logits, processed scores `[batch, nodes, vocab]` and the selected token of each node."""
+        # float32 as in plain generate(): warpers and softmax run in full precision.
+        raw = logits.to(torch.float32, copy=bool(self.process.steps) and logits.dtype == torch.float32)
+        raw = raw.to(rows.device)
+        scores = self.process(raw, tree, rows.ids, rows.columns, rows.original)
+        return raw, scores, select_tokens(scores, self.do_sample)
+
+    def accept(
+        self, tree: DraftTree | None, selected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """New tokens `[batch, depth + 1]`, accepted draft tokens `[batch]`, and the accepted path's nodes."""
+        if tree is None:
+            counts = selected.new_zeros(selected.shape[0])
+            return selected, counts, torch.zeros_like(selected)
+        outcome = accept(tree, selected)
+        return outcome.tokens, outcome.counts, outcome.path
