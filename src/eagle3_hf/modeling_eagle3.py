@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.utils import ModelOutput
 
+from .attention import grouped_sdpa_attention_forward
 from .compat import rotary_config
 from .configuration_eagle3 import Eagle3Config
 
@@ -81,7 +82,9 @@ class Eagle3Attention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         name = self.config._attn_implementation
-        attend: Callable = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+        attend: Callable = grouped_sdpa_attention_forward
+        if name != "sdpa":
+            attend = eager_attention_forward if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
         out, _ = attend(
             self,
             query,

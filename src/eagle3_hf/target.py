@@ -17,7 +17,7 @@ from .aux_layers import AuxCapture, check_aux_layers, default_aux_layers, find_d
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
 from .modeling_eagle3 import Eagle3DraftModel
-from .packing import pack_linears, unpack_linears
+from .packing import PackedLinear, pack_linears, unpack_linears
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class Eagle3TargetMixin:
     _eagle3_original_class: type[PreTrainedModel]
     _eagle3_layers_attribute: str | None
     _eagle3_aux_layers: tuple[int, ...] | None
+    _eagle3_packed: bool
     speculation_stats: SpeculationStats | None
 
     def set_aux_hidden_state_layers(self, layers: Iterable[int] | None) -> None:
@@ -214,6 +215,9 @@ def enable_eagle3(
         pack = target.device.type == "cpu" and not target.training
     if pack:
         pack_linears(target)
+    else:
+        unpack_linears(target)
+    target._eagle3_packed = any(isinstance(module, PackedLinear) for module in target.modules())
     return target
 
 
@@ -225,7 +229,7 @@ def disable_eagle3(model: Any) -> PreTrainedModel:
     model.__class__ = original
     if "forward" in model.__dict__ and hasattr(model, "_old_forward"):
         model._old_forward = types.MethodType(original.forward, model)
-    for name in ("_eagle3_layers_attribute", "_eagle3_aux_layers", "speculation_stats"):
+    for name in ("_eagle3_layers_attribute", "_eagle3_aux_layers", "_eagle3_packed", "speculation_stats"):
         model.__dict__.pop(name, None)
     unpack_linears(model)
     return model

@@ -20,6 +20,23 @@ def project_root() -> Path | None:
     return None
 
 
+def check_model_name(what: str, name: str) -> str:
+    """Return `name` if it may be a model folder or a Hub id.
+
+    Raises:
+        ValueError: it is neither; transformers' own errors would talk of repo ids and connections.
+    """
+    path = Path(name).expanduser()
+    if name.strip() and path.exists():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} is no {what} folder: it has no config.json")
+        return str(path)
+    # A Hub id is `name` or `owner/name`; anything else was meant as a path.
+    if not name.strip() or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise ValueError(f"no {what} folder at {name!r}")
+    return name
+
+
 def find_draft(draft: str | None, resolved_target: str) -> str:
     """Settle which draft to load.
 
@@ -39,21 +56,15 @@ def find_draft(draft: str | None, resolved_target: str) -> str:
                 return str(recipe / "draft")
         place = f"in {root / 'recipes'}" if root else "beside the installed package"
         raise ValueError(f"no draft for {Path(resolved_target).name} {place}: pass --draft FOLDER")
-    path = Path(draft).expanduser()
-    if path.exists():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} is no draft folder: it has no config.json")
-        return str(path)
-    # A Hub id is `name` or `owner/name`; anything else was meant as a path, and deserves a better error than the Hub's.
-    if draft.startswith((".", "/", "~")) or draft.count("/") > 1 or "\\" in draft:
-        raise ValueError(f"no draft folder at {path}")
-    return draft
+    return check_model_name("draft", draft)
 
 
-def quiet_transformers() -> None:
-    """Keep load reports and generation hints of transformers out of the output."""
+def quiet_libraries() -> None:
+    """Keep load reports, generation hints and the Hub's retries out of the output."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging
 
+    hub_logging.set_verbosity_error()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
@@ -66,6 +77,16 @@ def pick_dtype(name: str) -> Any:
     if name not in known:
         raise ValueError(f"--dtype must be one of {', '.join(known)}, got {name!r}")
     return known[name]
+
+
+def check_device(name: str) -> None:
+    """ValueError for a device that torch doesn't know or can't reach here."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without that backend
+        raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from error
 
 
 @dataclass
@@ -84,20 +105,21 @@ def load(target: str, draft: str | None, device: str, dtype: str, with_draft: bo
     from transformers import AutoTokenizer
 
     from .. import AutoEagle3Target, Eagle3DraftModel, enable_eagle3, resolve_model
+    from ..target import check_draft_fits
 
-    quiet_transformers()
-    if not target.strip():
-        raise ValueError("--target is empty")
+    quiet_libraries()
+    check_device(device)
     kind = pick_dtype(dtype)
-    target_path = resolve_model(target)
+    target_path = resolve_model(check_model_name("target", target))
     draft_path = find_draft(draft, target_path) if with_draft else None
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     model = AutoEagle3Target.from_pretrained(target_path, dtype=kind, pack=False).to(device).eval()
     enable_eagle3(model)  # packs, now that the weights are where they stay
-    loaded = None
+    fitting = None
     if draft_path is not None:
-        loaded = Eagle3DraftModel.from_pretrained(draft_path, dtype=kind).to(device).eval()
-    return Loaded(model, tokenizer, loaded, target_path, draft_path)
+        fitting = Eagle3DraftModel.from_pretrained(draft_path, dtype=kind).to(device).eval()
+        check_draft_fits(model, fitting)
+    return Loaded(model, tokenizer, fitting, target_path, draft_path)
 
 
 def encode(tokenizer: Any, text: str, device: Any, raw: bool = False) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .measure import first_difference
 from .options import (
     DeviceOption,
     DraftOption,
@@ -58,20 +59,20 @@ def _timed(
 
 
 def _table(speculative: _Run, baselines: list[_Run]) -> Table:
-    table = Table(title="speed")
-    for heading in ("", "tokens", "seconds", "tokens/s", "EAGLE-3 is"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for run in (*baselines, speculative):
+    table = Table()
+    for heading in ("generate", "tokens", "seconds", "tokens/s", "EAGLE-3 is"):
+        table.add_column(heading, justify="left" if heading == "generate" else "right")
+    for run in (*reversed(baselines), speculative):
         ratio = "" if run is speculative else f"{speculative.speed / run.speed:.2f} x as fast"
         table.add_row(run.name, str(len(run.ids)), f"{run.seconds:.2f}", f"{run.speed:.1f}", ratio)
     return table
 
 
 def _compare(plain: list[int], speculative: list[int]) -> tuple[str, str]:
-    if plain == speculative:
+    parted = first_difference(plain, speculative)
+    if parted is None:
         return f"identical: all {len(plain)} tokens are those of plain generate", "green"
-    shared = next((i for i, (a, b) in enumerate(zip(plain, speculative)) if a != b), min(len(plain), len(speculative)))
-    text = f"not identical: the sequences part after {shared} tokens"
+    text = f"not identical: the sequences part after {parted} tokens"
     return f"{text} (rounding can turn a near-tie of two tokens, most of all below float32)", "yellow"
 
 
@@ -92,9 +93,10 @@ def demo(
     drafting = drafting_options(draft_tokens, tree)
     options = {**sampling_options(temperature), "max_new_tokens": max_new_tokens}
 
-    from .. import disable_eagle3, unpack_linears
+    from .. import disable_eagle3
+    from ..packing import PackedLinear
     from .common import encode, load, thread_count
-    from .text import TextStream, coloured_block, stats_line
+    from .text import TextStream, coloured_block, stats_text
 
     console = Console(highlight=False)
     with thread_count(threads):
@@ -104,8 +106,7 @@ def demo(
         inputs = encode(tokenizer, prompt, model.device)
         console.print(f"target {loaded.target_path}\ndraft  {loaded.draft_path}", style="dim", markup=False)
         console.print(prompt, style="bold", markup=False)
-        console.print("drafted and accepted", style="bold green", end="")
-        console.print(", chosen by the target itself:\n")
+        console.print("[bold green]coloured[/]: drafted and accepted; the rest: chosen by the target itself\n")
 
         stream = TextStream(tokenizer)
         speculative_options = {**options, **drafting, "assistant_model": loaded.draft}
@@ -113,29 +114,20 @@ def demo(
         stats = model.speculation_stats
         console.out(stream.finish() + "\n", highlight=False)
 
+        # No spinner here: its thread would take time from the baselines on a small machine.
+        console.print("the same with plain generate ...", style="dim")
         baselines = []
-        silent = TextStream(tokenizer)  # the baselines decode for a screen too, else the comparison isn't fair
-        with console.status("the same with plain generate ...") as status:
 
-            def progress(ids: list[int], _: int) -> None:
-                silent.push(ids)
-                status.update(f"the same with plain generate ... {len(silent.ids)} tokens")
+        def baseline(name: str) -> None:
+            silent = TextStream(tokenizer)  # decoding for a screen is part of every run, else the comparison isn't fair
+            baselines.append(_timed(name, model, inputs, options, seed, lambda ids, _: silent.push(ids)))
 
-            def baseline(name: str) -> None:
-                silent.ids.clear()
-                baselines.append(_timed(name, model, inputs, options, seed, progress))
-
-            if unpack_linears(model):
-                baseline("plain generate")
-                from .. import pack_linears
-
-                pack_linears(model)
-                baseline("plain generate, packed weights")
-            else:
-                baseline("plain generate")
-            disable_eagle3(model)
+        if any(isinstance(module, PackedLinear) for module in model.modules()):
+            baseline("plain, packed weights")
+        disable_eagle3(model)
+        baseline("plain")
     console.print(_table(speculative, baselines))
-    console.print(stats_line(stats), markup=False)
+    console.print(stats_text(stats), markup=False)
     if temperature == 0:
-        message, style = _compare(baselines[0].ids, speculative.ids)
+        message, style = _compare(baselines[-1].ids, speculative.ids)
         console.print(message, style=style)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -15,19 +17,29 @@ _USER_ERRORS = (ValueError, OSError, ImportError, KeyError, RuntimeError)
 class ErrorLineGroup(TyperGroup):
     """Command group that reports wrong input as one line on stderr and exits with 2."""
 
-    def invoke(self, ctx: typer.Context) -> Any:
-        try:
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with _errors_in_a_line(show=not args):  # without arguments, click raises what prints the help
+            return super().make_context(info_name, args, parent, **extra)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _errors_in_a_line(show=ctx.params.get("debug", False)):
             return super().invoke(ctx)
-        except (typer.Exit, typer.Abort):
+
+
+@contextmanager
+def _errors_in_a_line(show: bool) -> Iterator[None]:
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        text = _one_line(error)
+        if show or text is None:
             raise
-        except Exception as error:
-            text = _one_line(error)
-            if text is None or ctx.params.get("debug"):
-                raise
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
-            console.print("error:", style="bold red", end=" ")
-            console.print(text, style="red", markup=False)
-            raise typer.Exit(2) from None
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print("error:", style="bold red", end=" ")
+        console.print(text, style="red", markup=False)
+        raise typer.Exit(2) from None
 
 
 def _one_line(error: Exception) -> str | None:
@@ -47,13 +59,18 @@ def _one_line(error: Exception) -> str | None:
     return " ".join(text.split()) or type(error).__name__
 
 
-def root_options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
-) -> None:
-    """EAGLE-3 speculative decoding for Hugging Face transformers: the same output, fewer target forwards."""
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from .. import __version__
 
-        Console().print(__version__, highlight=False)
+        Console(highlight=False).print(__version__)
         raise typer.Exit()
+
+
+def root_options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """EAGLE-3 speculative decoding for Hugging Face transformers: the same output, fewer target forwards."""

@@ -71,7 +71,7 @@ def generate(
 
     from .. import SpeculationStreamer
     from .common import encode, load, thread_count
-    from .text import TextStream, coloured_block, stats_line
+    from .text import TextStream, coloured_block, stats_text
 
     out = Console(soft_wrap=True)
     with thread_count(threads):
@@ -97,4 +97,4 @@ def generate(
         count = len(stream.ids)
         err.print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s (first call, warm-up included)")
         if loaded.draft is not None:
-            err.print(stats_line(loaded.target.speculation_stats), markup=False)
+            err.print(stats_text(loaded.target.speculation_stats), markup=False)

@@ -9,12 +9,18 @@ import typer
 TargetOption = Annotated[str, typer.Option("--target", help="Target: `smollm2`, a model folder or a Hub id.")]
 DraftOption = Annotated[
     str | None,
-    typer.Option("--draft", help="EAGLE-3 draft folder or Hub id. Default: the one this checkout ships for the target."),
+    typer.Option(
+        "--draft", help="EAGLE-3 draft folder or Hub id. Default: the one this checkout ships for the target."
+    ),
 ]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
 DraftTokensOption = Annotated[
     int | None,
     typer.Option("--num-assistant-tokens", "-K", min=1, help="Tokens drafted a round. Default: the draft's own."),
+]
+TreeOption = Annotated[
+    str | None,
+    typer.Option("--tree", metavar="K:TOPK:TOTAL", help="Draft a tree: depth, children a node, nodes. Instead of -K."),
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy, above 0 samples.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Seed, used when sampling.")]

@@ -55,10 +55,12 @@ def coloured_block(
     return show
 
 
-def stats_line(stats: SpeculationStats) -> str:
-    """One line of counts of a speculative call."""
+def stats_text(stats: SpeculationStats) -> str:
+    """The counts of a speculative call, in three lines."""
     shares = " ".join(f"{share:.2f}" for share in stats.conditional_acceptance) or "-"
     return (
-        f"tau {stats.tau:.2f} tokens a target forward; {stats.accepted} of {stats.drafted} drafted tokens accepted "
-        f"({100 * stats.acceptance_rate:.0f} %); by position {shares}; cycle efficiency {stats.cycle_efficiency:.2f}"
+        f"tau {stats.tau:.2f} tokens a target forward\n"
+        f"accepted {stats.accepted} of {stats.drafted} drafted tokens ({100 * stats.acceptance_rate:.0f} %), "
+        f"by position: {shares}\n"
+        f"cycle efficiency {stats.cycle_efficiency:.2f}"
     )

@@ -9,9 +9,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from ..attention import grouped_attention
 from ..aux_layers import text_config
-from ..compat import accepts, cache_argument
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..packing import pack_linears
 from .cache import SpeculativeCache
 from .candidate_generator import Eagle3CandidateGenerator
 from .options import DraftingOptions
@@ -58,12 +59,15 @@ def speculate(
     )
     stats = SpeculationStats()
     target.speculation_stats = stats
+    if target._eagle3_packed:
+        pack_linears(assistant_model)  # nothing to do where it was done before
     with torch.no_grad():
         session = _Session(
             target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, options,
             streamer, model_kwargs, stats,
         )  # fmt: skip
-        session.run()
+        with grouped_attention(text_config(target)):
+            session.run()
     stats.total_seconds = time.perf_counter() - begin
     return session.result()
 
@@ -251,7 +255,7 @@ class _Session:
                 if store is not None:
                     store[rows.original[i]] += list(values[i, nodes].clone())
             taken = min(line[2], len(tokens))
-            if tree is not None or self.stats.total_seconds or rows.started:
+            if rows.started:
                 drafted = 0 if tree is None else tree.max_depth
                 size = 0 if tree is None else tree.size - 1
                 self.stats.count_round(drafted, size, taken, len(tokens))

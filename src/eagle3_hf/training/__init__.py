@@ -1,0 +1,1 @@
+"""Training a draft: the objective (`objective.py`). The loop itself is in `recipes/`."""
