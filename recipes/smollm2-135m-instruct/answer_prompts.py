@@ -1,6 +1,6 @@
 """Let the target answer the training prompts (on-policy data), many streams at a time, resumable.
 
-    python recipes/smollm2-135m-instruct/answer_prompts.py --prompts ../shared/data/train/prompts.jsonl --out WORK/answers.jsonl
+    python recipes/smollm2-135m-instruct/answer_prompts.py --prompts prompts.jsonl --out WORK/answers.jsonl
 
 A stream that ends makes room for the next prompt at once, so the batch stays full. Finished answers are appended a
 line each; a new start skips the prompts that have one.
@@ -38,7 +38,12 @@ class Streams:
 
     def forward(self, ids, positions, mask, cache, **kwargs):
         return self.model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **{self.cache_kwarg: cache}, **kwargs
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            **{self.cache_kwarg: cache},
+            **kwargs,
         )
 
     def pick(self, logits, greedy):
@@ -89,7 +94,11 @@ class Streams:
                 continue
             self.cache.lengths[row] += 1
             job["answer"].append(token)
-            if token == self.eos or len(job["answer"]) >= job["budget"] or self.cache.lengths[row] >= self.max_length - 1:
+            if (
+                token == self.eos
+                or len(job["answer"]) >= job["budget"]
+                or self.cache.lengths[row] >= self.max_length - 1
+            ):
                 done.append(job)
                 self.jobs[row] = None
                 self.cache.lengths[row] = 0
@@ -135,7 +144,9 @@ def main() -> None:
                 yield {"index": index, "ids": ids, "greedy": draws[index] < args.greedy_share, "budget": args.max_new}
 
     queue = jobs()
-    streams = Streams(model, args.streams, args.max_prompt + args.max_new + 1, tokenizer.eos_token_id, args.temperature, generator)
+    streams = Streams(
+        model, args.streams, args.max_prompt + args.max_new + 1, tokenizer.eos_token_id, args.temperature, generator
+    )
     written, steps, start = 0, 0, time.time()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     exhausted = False

@@ -100,19 +100,30 @@ class Documents:
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def choose_vocabulary(data: Documents, size: int, vocab_size: int, always: list[int]) -> torch.Tensor:
-    """The `size` most frequent answer tokens of the training documents, `always` included, ascending."""
+def choose_vocabulary(
+    data: Documents, answers: Path | None, size: int, vocab_size: int, always: list[int]
+) -> torch.Tensor:
+    """The `size` most frequent answer tokens, `always` included, ascending.
+
+    Counted in the training documents, or in the whole answers file where it is given: a run that starts before all
+    features are there then has the vocabulary it would have had with them.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for document in data.train:
-        ids, answer = data.column(document, "ids"), data.column(document, "answer")
-        counts += torch.bincount(ids[answer].long(), minlength=vocab_size)
+    if answers is not None:
+        for line in answers.open():
+            if line.endswith("\n"):
+                counts += torch.bincount(torch.tensor(json.loads(line)["answer"]), minlength=vocab_size)
+    else:
+        for document in data.train:
+            ids, answer = data.column(document, "ids"), data.column(document, "answer")
+            counts += torch.bincount(ids[answer].long(), minlength=vocab_size)
     ranked = counts.clone()
     ranked[always] = counts.max() + 1
     # Stable: where counts are equal (also none at all) the lower id, the earlier merge of the tokenizer, goes first.
     chosen = ranked.argsort(descending=True, stable=True)[:size].sort().values
     covered = counts[chosen].sum() / counts.sum()
     seen = int((counts > 0).sum())
-    logger.info("draft vocabulary: %d of %d tokens seen, %.2f %% of answer tokens", size, seen, 100 * covered)
+    logger.info("draft vocabulary: %d of %d seen tokens, %.2f %% of answer tokens", size, seen, 100 * covered)
     return chosen
 
 
@@ -184,7 +195,7 @@ class Trainer:
             torch.manual_seed(args.seed)
             eos = target.generation_config.eos_token_id
             always = eos if isinstance(eos, list) else [eos]
-            vocabulary = choose_vocabulary(self.data, args.draft_vocab, target.config.vocab_size, always)
+            vocabulary = choose_vocabulary(self.data, args.answers, args.draft_vocab, target.config.vocab_size, always)
         else:
             vocabulary = state["vocabulary"]
         self.draft = new_draft(target, self.data.aux_layers, vocabulary, args.fc_noise).train()
@@ -389,6 +400,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--features", type=Path, required=True, help="folder written by extract_features.py")
+    parser.add_argument("--answers", type=Path, help="count the draft vocabulary here instead of in the features")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--draft-vocab", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=4, help="steps of the training-time test")

@@ -62,9 +62,13 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
 @contextlib.contextmanager
-def grouped_attention(config: Any) -> Iterator[None]:
-    """Let a model whose text config says `sdpa` use [`grouped_sdpa_attention_forward`] inside the context."""
-    if config._attn_implementation != "sdpa":
+def grouped_attention(model: Any) -> Iterator[None]:
+    """Let a model whose text config says `sdpa` use [`grouped_sdpa_attention_forward`] inside the context.
+
+    Families that don't call attention through transformers' interface (Falcon compares the name itself) keep theirs.
+    """
+    config = model.config.get_text_config()
+    if config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         yield
         return
     # The internal field: the public setter would also rewrite vision and audio parts of a composite model.

@@ -7,6 +7,7 @@ One axis is used everywhere: id `i` is the **input** of decoder layer `i`, which
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -120,6 +121,7 @@ class AuxCapture:
         self.ids = tuple(ids)
         self.states: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
+        self._thread = threading.get_ident()
         self._modules = []
         for i in self.ids:
             module = layers[i] if i < len(layers) else final_norm
@@ -128,13 +130,16 @@ class AuxCapture:
             self._modules.append((i, module))
 
     def __enter__(self) -> AuxCapture:
+        self._thread = threading.get_ident()
         for i, module in self._modules:
             self._hooks.append(module.register_forward_pre_hook(self._recorder(i), with_kwargs=True))
         return self
 
     def _recorder(self, i: int):
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            self.states[i] = args[0] if args else kwargs["hidden_states"]
+            # Hooks hang on the module: a forward that another thread runs meanwhile comes here too.
+            if threading.get_ident() == self._thread:
+                self.states[i] = args[0] if args else kwargs["hidden_states"]
 
         return record
 
@@ -151,5 +156,8 @@ class AuxCapture:
         if missing:
             raise RuntimeError(f"the target's forward never reached aux layers {missing}")
         states = tuple(self.states[i] for i in self.ids)
+        odd = {i: tuple(state.shape) for i, state in zip(self.ids, states) if state.dim() != 3}
+        if odd:
+            raise ValueError(f"aux layer inputs must be [batch, sequence, hidden], this model's are {odd}")
         self.states.clear()
         return states

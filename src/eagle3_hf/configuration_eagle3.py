@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from .compat import normalise_rope
 
@@ -123,3 +123,6 @@ class Eagle3Config(PretrainedConfig):
             )
         if self.num_hidden_layers < 1 or self.num_aux_hidden_states < 1:
             raise ValueError("num_hidden_layers and num_aux_hidden_states must be at least 1")
+
+
+AutoConfig.register(Eagle3Config.model_type, Eagle3Config, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -53,7 +53,11 @@ class Eagle3Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        query, kv, bias = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim, config.attention_bias
+        query, kv, bias = (
+            config.num_attention_heads * self.head_dim,
+            config.num_key_value_heads * self.head_dim,
+            config.attention_bias,
+        )
         self.q_proj = nn.Linear(input_size, query, bias=bias)
         self.k_proj = nn.Linear(input_size, kv, bias=bias)
         self.v_proj = nn.Linear(input_size, kv, bias=bias)
@@ -178,7 +182,10 @@ class Eagle3DraftModel(PreTrainedModel):
         if config.norm_before_fc:
             self.input_norm = LlamaRMSNorm(features, eps=config.rms_norm_eps)
         if config.fc_norm:
-            norms = (LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in range(config.num_aux_hidden_states))
+            norms = (
+                LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps)
+                for _ in range(config.num_aux_hidden_states)
+            )
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(features, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -280,8 +287,11 @@ class Eagle3DraftModel(PreTrainedModel):
         if position_ids is None:
             start = cache.get_seq_length() if cache is not None else 0
             position_ids = torch.arange(start, start + hidden.shape[1], device=hidden.device)[None]
-        if attention_mask is None and hidden.shape[1] > 1 and self.config._attn_implementation in (None, "eager"):
-            keys = hidden.shape[1] + (cache.get_seq_length() if cache is not None else 0)
+        past = cache.get_seq_length() if cache is not None else 0
+        # sdpa's own causal mask is right only without a past: it lines up the first query with the first key.
+        masked = {None: True, "eager": True, "sdpa": past > 0}.get(self.config._attn_implementation, False)
+        if attention_mask is None and hidden.shape[1] > 1 and masked:
+            keys = hidden.shape[1] + past
             attention_mask = hidden.new_full((hidden.shape[1], keys), torch.finfo(hidden.dtype).min)
             attention_mask = attention_mask.triu(keys - hidden.shape[1] + 1)[None, None]
         rope = self.rotary_emb(hidden, position_ids)
@@ -300,16 +310,20 @@ class Eagle3DraftModel(PreTrainedModel):
             kept = kept[:, logits_to_keep]
         elif logits_to_keep:
             kept = kept[:, -logits_to_keep:]
-        return Eagle3DraftOutput(logits=self.lm_head(self.norm(kept) if normed is None else kept), last_hidden_state=state)
+        return Eagle3DraftOutput(
+            logits=self.lm_head(self.norm(kept) if normed is None else kept), last_hidden_state=state
+        )
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any):
         """As `PreTrainedModel.from_pretrained`; missing or unknown weights are an error, never a warning."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(name)}
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        problems = {
+            name: sorted(map(str, info[name]))
+            for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
+            if info.get(name)
+        }
         if problems:
             details = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items())
             raise ValueError(
@@ -328,3 +342,6 @@ class Eagle3DraftModel(PreTrainedModel):
         """As `PreTrainedModel.save_pretrained`, with the drafting options beside the weights."""
         super().save_pretrained(save_directory, *args, **kwargs)
         self.generation_config.save_pretrained(save_directory)
+
+
+AutoModel.register(Eagle3Config, Eagle3DraftModel, exist_ok=True)

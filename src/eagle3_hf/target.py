@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from .aux_layers import AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
+from .compat import accepts, cache_argument
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
 from .modeling_eagle3 import Eagle3DraftModel
@@ -21,7 +22,7 @@ from .packing import PackedLinear, pack_linears, unpack_linears
 
 logger = logging.getLogger(__name__)
 
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _AUX_OUTPUT = "output_aux_hidden_states"
 
 
@@ -98,6 +99,18 @@ class Eagle3TargetMixin:
         finally:
             generation_config.num_return_sequences = wanted
 
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        # transformers puts a user's processors before temperature, top-k and top-p. Those that need the finished
+        # scores go behind them, and those that count a row's own tokens are told its padding.
+        processors = super()._get_logits_processor(*args, **kwargs)
+        if not any(getattr(processor, "runs_last", False) for processor in processors):
+            return processors
+        mask = (kwargs.get("model_kwargs") or {}).get("attention_mask")
+        if mask is not None and mask.shape[1] != kwargs.get("input_ids_seq_length"):
+            mask = None  # inputs_embeds: the processors see no prompt, so no padding either
+        ordered = sorted(processors, key=lambda processor: getattr(processor, "runs_last", False))
+        return LogitsProcessorList(p.for_batch(mask) if hasattr(p, "for_batch") else p for p in ordered)
+
     def _assisted_decoding(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         draft = kwargs.get("assistant_model")
         if not isinstance(draft, Eagle3DraftModel):
@@ -141,7 +154,8 @@ def _check_target(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{name} is an encoder-decoder model; EAGLE-3 speculates with decoder-only models")
-    kinds = getattr(text_config(model), "layer_types", None) or []
+    text, forward = text_config(model), type(model).forward
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     recurrent = sorted(set(kinds) - _ATTENTION_LAYERS)
     if recurrent:
         raise ValueError(f"{name} has layers of type {recurrent}, whose state can't be rolled back after a rejection")
@@ -149,9 +163,17 @@ def _check_target(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} keeps a recurrent state, which can't be rolled back after a rejection")
     if not hasattr(model, "generate"):
         raise ValueError(f"{name} has no generate(); pass a causal language model")
+    if not accepts(forward, "position_ids") or getattr(text, "alibi", False):
+        raise ValueError(f"{name} takes no position_ids, which draft trees and rows of different lengths need")
+    if not accepts(forward, cache_argument(forward)):
+        raise ValueError(f"{name} has no key/value cache to go back in after a rejection")
+    # Families older than transformers' attention interface cut their window by cache slot, not by position.
+    windowed = getattr(text, "sliding_window", None) or "local" in (getattr(text, "attention_layers", None) or ())
+    if windowed and not model._supports_attention_backend:
+        raise ValueError(f"{name} applies its sliding window in a way of its own, which draft trees don't fit into")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _speculating_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
     def forward(self: Any, *args: Any, output_aux_hidden_states: bool = False, **kwargs: Any) -> Any:
         if not output_aux_hidden_states:
@@ -202,7 +224,7 @@ def enable_eagle3(
             raise ValueError(f"enable_eagle3() takes a transformers PreTrainedModel, got {type(model).__name__}")
         _check_target(model)
         find_decoder(model, layers_attribute)
-        made = _speculating_class(type(model))
+        made = _speculating_class(type(model))  # type: ignore[arg-type]
         if "forward" in model.__dict__ and hasattr(model, "_old_forward"):
             # accelerate's device hooks keep the class's forward on the instance; theirs must call ours.
             model._old_forward = types.MethodType(made.forward, model)
@@ -239,7 +261,7 @@ class AutoEagle3Target:
     """`AutoModelForCausalLM`, with [`enable_eagle3`] applied to what it loads."""
 
     def __init__(self) -> None:
-        raise EnvironmentError("AutoEagle3Target is made by AutoEagle3Target.from_pretrained() or .from_config()")
+        raise OSError("AutoEagle3Target is made by AutoEagle3Target.from_pretrained() or .from_config()")
 
     @classmethod
     def from_pretrained(

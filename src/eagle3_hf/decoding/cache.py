@@ -126,9 +126,7 @@ class SpeculativeCache(Cache):
             self._capacity = capacity if self.max_length is None else max(slots, min(capacity, self.max_length))
         return self._capacity
 
-    def begin_write(
-        self, slots: torch.Tensor | None, count: int, batch: int | None = None, offset: int = 0
-    ) -> None:
+    def begin_write(self, slots: torch.Tensor | None, count: int, batch: int | None = None, offset: int = 0) -> None:
         """Say where the next forward's `count` new rows go.
 
         Args:
@@ -163,7 +161,9 @@ class SpeculativeCache(Cache):
             self._slots_by_device[device] = (rows, self._slots.to(device))
         return self._slots_by_device[device]
 
-    def commit(self, lengths: list[int], source: torch.Tensor | None = None, target: torch.Tensor | None = None) -> None:
+    def commit(
+        self, lengths: list[int], source: torch.Tensor | None = None, target: torch.Tensor | None = None
+    ) -> None:
         """Keep rows up to `lengths`, after copying slots `source` to `target` (both `[batch, n]`) where given."""
         if source is not None and target is not None:
             for layer in self.layers:

@@ -37,6 +37,9 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self.options = options
         self.cache = SpeculativeCache(draft.config.num_hidden_layers)
         self.shape = None if options.tree_paths is None else static_shape(options.tree_paths)
+        most, size = max(map(max, self.shape.ranks)) if self.shape else 0, draft.config.draft_vocab_size
+        if most >= size:
+            raise ValueError(f"tree_paths asks for child rank {most}, the draft's vocabulary has {size} tokens (0-based)")
         self.position_offset = 0
         self._root_state: torch.Tensor | None = None
         self._root_logits: torch.Tensor | None = None
@@ -76,7 +79,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         mask = None
         flash = "flash" in (self.draft.config._attn_implementation or "")
         if max(lengths) > 0 and not (flash and level):
-            visible = steps[None, None, :].new_tensor(range(self.cache.used))[None, None, :] <= slots[:, :, None]
+            visible = torch.arange(self.cache.used, device=device)[None, None, :] <= slots[:, :, None]
             mask = masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
         out = self.draft(
             hidden_states=features.to(device, self.draft.dtype),

@@ -18,7 +18,7 @@ from .candidate_generator import Eagle3CandidateGenerator
 from .options import DraftingOptions
 from .rows import Rows
 from .statistics import SpeculationStats
-from .stopping import BlockStopper
+from .stopping import BlockStopper, length_limit
 from .verifier import Verifier
 
 
@@ -66,7 +66,7 @@ def speculate(
             target, input_ids, logits_processor, stopping_criteria, generation_config, assistant_model, options,
             streamer, model_kwargs, stats,
         )  # fmt: skip
-        with grouped_attention(text_config(target)):
+        with grouped_attention(target):
             session.run()
     stats.total_seconds = time.perf_counter() - begin
     return session.result()
@@ -81,12 +81,13 @@ def _refuse_unsupported(
         "output_hidden_states": config.return_dict_in_generate and config.output_hidden_states,
         "inputs_embeds": kwargs.get("inputs_embeds") is not None,
         "use_cache=False": not config.use_cache,
+        "position_ids of your own": _has_own_positions(input_ids, kwargs),
         "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
     }
     named = [name for name, given in unsupported.items() if given]
     known = {
         "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "cache_position",
-        "inputs_tensor", "assistant_tokenizer", "tokenizer", "token_type_ids", "inputs_embeds", "cache_params",
+        "inputs_tensor", "assistant_tokenizer", "tokenizer", "inputs_embeds", "cache_params",
     }  # fmt: skip
     named += sorted(name for name, value in kwargs.items() if name not in known and value is not None)
     if named:
@@ -99,6 +100,14 @@ def _refuse_unsupported(
             "a filled past_key_values isn't supported with an EAGLE-3 draft yet (the draft needs the hidden states of "
             "the whole text): pass the whole text without it"
         )
+
+
+def _has_own_positions(input_ids: torch.Tensor, kwargs: dict) -> bool:
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    if positions is None:
+        return False
+    real = torch.ones_like(input_ids) if mask is None else mask
+    return bool(((positions != real.long().cumsum(-1) - 1) & real.bool()).any())
 
 
 class _Session:
@@ -120,12 +129,16 @@ class _Session:
         from ..target import check_draft_fits
 
         self.target, self.config, self.draft, self.streamer, self.stats = target, config, draft, streamer, stats
-        self.rows = Rows(input_ids, model_kwargs.get("attention_mask"), config)
         batch = input_ids.shape[0]
-        self.stopper = BlockStopper(stopping_criteria, config, batch, self.rows.pad)
+        self.rows = Rows(input_ids, model_kwargs.get("attention_mask"), config, length_limit(stopping_criteria, config))
+        self.stopper = BlockStopper(stopping_criteria, batch, self.rows.pad)
         self.generator = Eagle3CandidateGenerator(draft, target.get_input_embeddings(), options)
         text = text_config(target)
         self.max_position = getattr(text, "max_position_embeddings", None)
+        if self.max_position is not None and options.max_nodes >= self.max_position:
+            raise ValueError(
+                f"{options.max_nodes} draft tokens a round don't fit into the target's {self.max_position} positions"
+            )
         # Slots: a row never holds more than its text, and past it the nodes under verification.
         slots = max(self.rows.limits) + options.max_nodes + 1
         self.cache = SpeculativeCache(text.num_hidden_layers, max_length=slots)
@@ -133,8 +146,12 @@ class _Session:
             target, self.cache, logits_processor, batch, check_draft_fits(target, draft), bool(config.do_sample)
         )
         keep = config.return_dict_in_generate
-        self.scores: list[list[torch.Tensor]] | None = [[] for _ in range(batch)] if keep and config.output_scores else None
-        self.logits: list[list[torch.Tensor]] | None = [[] for _ in range(batch)] if keep and config.output_logits else None
+        self.scores: list[list[torch.Tensor]] | None = (
+            [[] for _ in range(batch)] if keep and config.output_scores else None
+        )
+        self.logits: list[list[torch.Tensor]] | None = (
+            [[] for _ in range(batch)] if keep and config.output_logits else None
+        )
 
     def run(self) -> None:
         """Prefill, then rounds until every row has ended."""
@@ -190,6 +207,10 @@ class _Session:
         stats.target_seconds += time.perf_counter() - clock
         raw, scores, selected = self.verifier.choose(logits, tree, rows)
         new, counts, path = self.verifier.accept(tree, selected)
+        if self.max_position is not None and max(rows.text_lengths()) + depth > self.max_position:
+            # Shorter rows are still drafted for; those at the end of the position table go on token by token.
+            room = [max(self.max_position - length, 0) for length in rows.text_lengths()]
+            counts = torch.minimum(counts, torch.tensor(room, device=counts.device))
         kept, ended = self.stopper.cut(new, counts + 1, rows.budgets(new.device))
         # Drafting stops for good once no row has room for it, and then its memory needn't follow.
         following = depth > 0
@@ -245,8 +266,11 @@ class _Session:
         block = [line[3 : 3 + line[0]] for line in packed]
         done = [bool(line[1]) for line in packed]
         if self.stopper.others or self.stopper.timers:
-            listed = None if self.scores is None else tuple(self.scores[0])
-            asked, stopped = self.stopper.ask(rows.ids, rows.columns, block, rows.original, listed)
+            steps = None
+            if self.scores is not None:
+                nodes = [line[3 + width :][: line[0]] for line in packed]
+                steps = [self.scores[row] + list(scores[i, nodes[i]]) for i, row in enumerate(rows.original)]
+            asked, stopped = self.stopper.ask(rows.ids, rows.columns, block, rows.original, steps)
             block = [tokens[:count] for tokens, count in zip(block, asked)]
             done = [d or s for d, s in zip(done, stopped)]
         for i, (line, tokens) in enumerate(zip(packed, block)):

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..attention import NAME
+
 
 def visibility(
     lengths: torch.Tensor,
@@ -64,7 +66,8 @@ class TargetMasks:
 
     def __init__(self, config: Any, dtype: torch.dtype):
         self.implementation = getattr(config, "_attn_implementation", None)
-        if self.implementation not in (None, "eager", "sdpa"):
+        # Our own name is seen when another thread is generating with the same model.
+        if self.implementation not in (None, "eager", "sdpa", NAME):
             raise ValueError(
                 f"speculation passes explicit attention masks, which attn_implementation={self.implementation!r} "
                 "doesn't take: load the target with attn_implementation='sdpa' (or 'eager')"

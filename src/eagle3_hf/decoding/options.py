@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from numbers import Integral
 from typing import Any
 
 
@@ -53,6 +54,10 @@ class DraftingOptions:
 
     def check(self) -> None:
         """Raise `ValueError` on a value that can't be meant."""
+        for name in ("num_assistant_tokens", "tree_top_k", "tree_total_tokens"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
         if self.num_assistant_tokens < 1:
             raise ValueError(f"num_assistant_tokens must be at least 1, got {self.num_assistant_tokens}")
         if self.tree_top_k < 1:

@@ -73,7 +73,9 @@ class NodeProcessor:
         self.batch_size = batch_size
         self.needs_prefix = any(not pointwise for _, pointwise, _ in self.steps)
 
-    def __call__(self, scores: torch.Tensor, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int], rows: list[int]) -> torch.Tensor:
+    def __call__(
+        self, scores: torch.Tensor, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int], rows: list[int]
+    ) -> torch.Tensor:
         """Process node logits.
 
         Args:
@@ -97,7 +99,10 @@ class NodeProcessor:
                 continue
             out = torch.empty_like(flat)
             for index, prefix in groups:
-                if rowwise:
+                if hasattr(processor, "process_rows"):
+                    places = [rows[at // nodes] for at in index.tolist()]
+                    out[index] = processor.process_rows(prefix, flat[index], places)
+                elif rowwise:
                     out[index] = processor(prefix, flat[index])
                 else:
                     self._one_by_one(processor, index, prefix, flat, out, rows, nodes)
@@ -121,7 +126,9 @@ class NodeProcessor:
             batch_ids = text.expand(self.batch_size, -1)
             out[at] = processor(batch_ids, flat[at].expand(self.batch_size, -1).clone())[place]
 
-    def _groups(self, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _groups(
+        self, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Nodes by prefix length: flat node indices `[n]` and their prefixes `[n, length]`."""
         if tree is None:
             depths = [[0] for _ in lengths]
@@ -141,7 +148,9 @@ class NodeProcessor:
             for row, node in members:
                 text = ids[row, : lengths[row]]
                 drafted = total - lengths[row]
-                prefixes.append(text if not drafted or paths is None else torch.cat((text, paths[row, node, 1 : drafted + 1])))
+                prefixes.append(
+                    text if not drafted or paths is None else torch.cat((text, paths[row, node, 1 : drafted + 1]))
+                )
             index = torch.tensor([row * nodes + node for row, node in members], device=ids.device)
             groups.append((index, torch.stack(prefixes)))
         return groups

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import GenerationConfig
 
+_BLOCK = 256
+
 
 class Rows:
     """Texts of the rows still running, and the finished ones.
@@ -15,17 +17,19 @@ class Rows:
     Args:
         input_ids: int64 `[batch, prompt]`.
         attention_mask: `[batch, prompt]`, or `None` for no padding.
-        config: for `max_length` and the pad id.
+        config: for the pad id.
+        max_length: most columns a row may use.
 
     Raises:
         ValueError: padding that isn't on the left, or a row without any token.
     """
 
-    def __init__(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig):
+    def __init__(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, config: GenerationConfig, max_length: int
+    ):
         batch, width = input_ids.shape
         self.device = input_ids.device
         self.width = width
-        max_length: int = config.max_length  # type: ignore[assignment]
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
         if attention_mask is None or bool(attention_mask.all()):
@@ -41,8 +45,7 @@ class Rows:
             self.pads = (width - counts).tolist()
         if width == 0:
             raise ValueError("the prompt is empty: speculation needs at least one token to start from")
-        room = max(max_length - width, 0)
-        self.ids = torch.cat((input_ids, input_ids.new_full((batch, room), self.pad)), dim=1)
+        self.ids = input_ids.clone()
         self.columns = [width] * batch
         self.original = list(range(batch))
         self.max_length = max_length
@@ -86,6 +89,11 @@ class Rows:
     def append(self, blocks: list[list[int]], done: list[bool]) -> list[int]:
         """Add each row's new tokens and let go of rows that are done; returns the places of those that go on."""
         self.started = True
+        missing = max(map(sum, zip(self.columns, map(len, blocks)))) - self.ids.shape[1]
+        if missing > 0:
+            # In steps: max_length may be far more than is ever used.
+            more = min(max(missing, _BLOCK), self.max_length - self.ids.shape[1])
+            self.ids = torch.nn.functional.pad(self.ids, (0, more), value=self.pad)
         for i, tokens in enumerate(blocks):
             start = self.columns[i]
             self.ids[i, start : start + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype, device=self.device)

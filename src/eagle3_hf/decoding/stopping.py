@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+
+def length_limit(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
+    """Most columns a row may use: a length criterion of the user's takes the place of the config's, as in plain."""
+    limits = [criterion.max_length for criterion in criteria if type(criterion) is MaxLengthCriteria]
+    return min(limits) if limits else config.max_length  # type: ignore[return-value]
+
+
+class _StepScores(Sequence):
+    """Scores as plain generation hands them to criteria, one `[batch, vocab]` a step, made when looked at.
+
+    Args:
+        rows: scores `[vocab]` of each step of each running row, by its place in the batch; other rows show zeros.
+        batch_size: rows of the original call.
+        steps: how many steps there are.
+    """
+
+    def __init__(self, rows: dict[int, list[torch.Tensor]], batch_size: int, steps: int):
+        self.rows, self.batch_size, self.steps = rows, batch_size, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: Any) -> Any:
+        at = range(self.steps)[index]
+        if isinstance(at, range):
+            return tuple(self[i] for i in at)
+        known = {row: values[at] for row, values in self.rows.items() if at < len(values)}
+        blank = torch.zeros_like(next(iter(known.values())))
+        return torch.stack([known.get(row, blank) for row in range(self.batch_size)])
 
 
 class BlockStopper:
@@ -12,17 +45,14 @@ class BlockStopper:
 
     Args:
         criteria: as `generate()` prepared them.
-        generation_config: for the EOS ids.
         batch_size: rows of the original call.
-        pad: id that fills the columns left of a shorter row when criteria are asked.
+        pad: id that fills the columns of rows that have ended when criteria are asked.
     """
 
-    def __init__(self, criteria: StoppingCriteriaList, generation_config: GenerationConfig, batch_size: int, pad: int):
-        eos = getattr(generation_config, "_eos_token_tensor", None)
-        self.eos = None if eos is None else eos.flatten()
-        for criterion in criteria:
-            if type(criterion) is EosTokenCriteria and self.eos is None:
-                self.eos = criterion.eos_token_id.flatten()
+    def __init__(self, criteria: StoppingCriteriaList, batch_size: int, pad: int):
+        # The criteria, not the generation config, have the last word on EOS: users may pass their own.
+        eos = [criterion.eos_token_id.flatten() for criterion in criteria if type(criterion) is EosTokenCriteria]
+        self.eos = torch.cat(eos) if eos else None
         self.timers = StoppingCriteriaList([c for c in criteria if type(c) is MaxTimeCriteria])
         own = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = StoppingCriteriaList([c for c in criteria if type(c) not in own])
@@ -52,7 +82,12 @@ class BlockStopper:
         return kept, ended
 
     def ask(
-        self, ids: torch.Tensor, lengths: list[int], block: list[list[int]], rows: list[int], scores: tuple | None
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        block: list[list[int]],
+        rows: list[int],
+        scores: list[list[torch.Tensor]] | None,
     ) -> tuple[list[int], list[bool]]:
         """Ask the remaining criteria after each token of each row's block.
 
@@ -61,7 +96,7 @@ class BlockStopper:
             lengths: columns of `ids` in use, by row.
             block: new tokens of each row.
             rows: place of each row in the original batch.
-            scores: passed on to the criteria.
+            scores: processed scores `[vocab]` of each row's steps, the block's too, if they are kept.
 
         Returns:
             How many tokens each row keeps, and whether it ends.
@@ -69,23 +104,34 @@ class BlockStopper:
         kept, ended = [len(tokens) for tokens in block], [False] * len(block)
         if self.others:
             for offset in range(max(kept, default=0)):
-                if all(ended[i] or offset >= kept[i] for i in range(len(block))):
-                    break
-                answers = self._answers(ids, lengths, block, rows, offset + 1, scores)
-                for i in range(len(block)):
-                    if not ended[i] and offset < kept[i] and answers[rows[i]]:
-                        kept[i], ended[i] = offset + 1, True
-        if self.timers and bool(self.timers(ids, scores).any()):  # type: ignore[arg-type]
+                asking = [i for i in range(len(block)) if not ended[i] and offset < kept[i]]
+                # Rows are at different columns, and criteria may count them: one question for each width.
+                for width in sorted({lengths[i] + offset + 1 for i in asking}):
+                    answers = self._answers(ids, lengths, block, rows, width, scores)
+                    for i in asking:
+                        if lengths[i] + offset + 1 == width and answers[rows[i]]:
+                            kept[i], ended[i] = offset + 1, True
+        if self.timers and bool(self.timers(ids, None).any()):  # type: ignore[arg-type]
             ended = [True] * len(block)
         return kept, ended
 
     def _answers(
-        self, ids: torch.Tensor, lengths: list[int], block: list[list[int]], rows: list[int], count: int, scores: tuple | None
+        self,
+        ids: torch.Tensor,
+        lengths: list[int],
+        block: list[list[int]],
+        rows: list[int],
+        width: int,
+        scores: list[list[torch.Tensor]] | None,
     ) -> list[bool]:
-        width = max(length + min(count, len(tokens)) for length, tokens in zip(lengths, block))
+        """What the criteria say of the texts cut at `width` columns, for every row of the original batch."""
         texts = ids.new_full((self.batch_size, width), self.pad)
         for i, (length, tokens) in enumerate(zip(lengths, block)):
-            new = torch.tensor(tokens[:count], dtype=ids.dtype, device=ids.device)
-            text = torch.cat((ids[i, :length], new))
-            texts[rows[i], width - text.numel() :] = text
-        return self.others(texts, scores).tolist()  # type: ignore[arg-type]
+            new = torch.tensor(tokens, dtype=ids.dtype, device=ids.device)
+            text = torch.cat((ids[i, :length], new))[:width]
+            texts[rows[i], : text.numel()] = text
+        steps = None
+        if scores is not None:
+            prompt = lengths[0] + len(block[0]) - len(scores[0])
+            steps = _StepScores(dict(zip(rows, scores)), self.batch_size, width - prompt)
+        return self.others(texts, steps).tolist()  # type: ignore[arg-type]

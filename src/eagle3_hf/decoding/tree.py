@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,14 +135,14 @@ def static_shape(paths: Sequence[Sequence[int]]) -> StaticShape:
     for depth in range(1, max(map(len, listed)) + 1):
         levels.append(sorted(path for path in listed if len(path) == depth))
     shape = StaticShape([], [], [])
-    for above, level in zip(levels, levels[1:]):
+    for above, level in itertools.pairwise(levels):
         place = {path: i for i, path in enumerate(above)}
         orphans = [path for path in level if path[:-1] not in place]
         if orphans:
             raise ValueError(f"tree_paths lists {orphans[0]} but not its parent {orphans[0][:-1]}")
         shape.ranks.append([path[-1] for path in level])
         shape.parents.append([place[path[:-1]] for path in level])
-    for level, below in zip(levels[1:], levels[2:] + [[]]):
+    for level, below in itertools.pairwise([*levels[1:], []]):
         parents = {path[:-1] for path in below}
         shape.expanded.append([i for i, path in enumerate(level) if path in parents])
     return shape

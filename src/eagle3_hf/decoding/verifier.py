@@ -45,7 +45,9 @@ class Verifier:
         self.cache_argument = cache_argument(type(target).forward)
         self.keeps_logits = accepts(type(target).forward, "logits_to_keep")
 
-    def _run(self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with self.target.capture_aux_hidden_states(self.aux_ids) as capture:
             out = self.target(
                 input_ids=ids,
@@ -70,7 +72,8 @@ class Verifier:
         """
         batch, width = ids.shape
         self.cache.begin_write(None, width, batch=batch)
-        positions = torch.arange(width, device=ids.device)[None].expand(batch, -1)
+        # repeat, not expand: XGLM of 4.57 adds to its position ids in place.
+        positions = torch.arange(width, device=ids.device)[None].repeat(batch, 1)
         ends = torch.tensor([length - 1 for length in lengths], device=ids.device)
         distinct, place = ends.unique(return_inverse=True)
         kwargs = {"logits_to_keep": distinct} if self.keeps_logits else {}
@@ -80,7 +83,9 @@ class Verifier:
         self.cache.set_lengths(lengths)
         return last, features
 
-    def forward(self, tree: DraftTree | None, rows: Rows, max_position: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, tree: DraftTree | None, rows: Rows, max_position: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the nodes of `tree` (or the roots alone) after each row's past.
 
         Returns:
@@ -116,9 +121,7 @@ class Verifier:
         scores = self.process(raw, tree, rows.ids, rows.columns, rows.original)
         return raw, scores, select_tokens(scores, self.do_sample)
 
-    def accept(
-        self, tree: DraftTree | None, selected: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def accept(self, tree: DraftTree | None, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """New tokens `[batch, depth + 1]`, accepted draft tokens `[batch]`, and the accepted path's nodes."""
         if tree is None:
             counts = selected.new_zeros(selected.shape[0])

@@ -1,0 +1,193 @@
+"""Reading a checkpoint's files, from a folder or the Hub: config, safetensors, `.bin`, sharded or whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+CONFIG = "config.json"
+HUB_ARGUMENTS = (
+    "cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies",
+)  # fmt: skip
+# Tried in this order: safetensors never run code, so a folder that has both is read from those.
+_WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")
+_SIDE_MAP = "eagle_meta.pt"  # where NeMo Automodel kept the vocabulary map, before it went into the weights
+
+
+@dataclass
+class CheckpointFiles:
+    """A checkpoint's place.
+
+    Args:
+        source: folder or Hub id.
+        hub: keywords for the Hub, those of `HUB_ARGUMENTS`.
+    """
+
+    source: str
+    hub: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.source = os.fspath(self.source)
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.source).expanduser().is_dir()
+
+    def path(self, name: str, needed: bool = False) -> Path | None:
+        """Where the file is on this machine (fetched if need be), or `None` if there is none of this name.
+
+        Raises:
+            OSError: a file that is `needed` isn't there, or the Hub can't be asked for it.
+        """
+        if self.is_folder:
+            file = Path(self.source).expanduser() / (self.hub.get("subfolder") or "") / name
+            if not file.is_file() and needed:
+                raise OSError(f"{file.parent} has no {name}: is it a checkpoint's folder?")
+            return file if file.is_file() else None
+        from transformers.utils import cached_file
+
+        options = {key: value for key, value in self.hub.items() if value is not None}
+        found = cached_file(
+            self.source,
+            name,
+            _raise_exceptions_for_missing_entries=needed,
+            _raise_exceptions_for_connection_errors=needed,
+            **options,
+        )
+        return None if found is None else Path(found)
+
+    def json(self, name: str, needed: bool = False) -> dict[str, Any] | None:
+        """The content of a JSON file, which must be an object."""
+        file = self.path(name, needed)
+        if file is None:
+            return None
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file} isn't valid JSON: {error}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+        return content
+
+    def config(self) -> dict[str, Any]:
+        """The checkpoint's `config.json`."""
+        config = self.json(CONFIG, needed=True)
+        assert config is not None
+        return config
+
+    def weight_files(self) -> list[Path]:
+        """The files that hold the weights, in reading order.
+
+        Raises:
+            ValueError: an index names a shard that isn't there.
+            OSError: there are no weights.
+        """
+        for name in _WEIGHTS:
+            file = self.path(name)
+            if file is None:
+                continue
+            if not name.endswith(".index.json"):
+                return [file]
+            shards = sorted(set((self.json(name) or {}).get("weight_map", {}).values()))
+            found = {shard: self.path(shard) for shard in shards}
+            missing = [shard for shard, place in found.items() if place is None]
+            if missing or not shards:
+                raise ValueError(f"{file} names shards that aren't there: {', '.join(missing) or 'none at all'}")
+            return [place for place in found.values() if place is not None]
+        raise OSError(f"{self.source} has no weights: looked for {', '.join(_WEIGHTS)}")
+
+    def indexed_names(self) -> set[str] | None:
+        """Tensor names that an index promises, or `None` without an index."""
+        for name in _WEIGHTS:
+            if self.path(name) is not None:
+                index = self.json(name) if name.endswith(".index.json") else None
+                return None if index is None else set(index["weight_map"])
+        return None
+
+    def read(self) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """All tensors by name, and the names of the files they came from.
+
+        Raises:
+            ValueError: a damaged file, a pickle that holds more than tensors, a name in two shards, or one that the
+                index promises and no shard has.
+        """
+        weights: dict[str, torch.Tensor] = {}
+        files = self.weight_files()
+        for file in files:
+            read = _read_safetensors(file) if file.suffix == ".safetensors" else read_pickle(file)
+            twice = sorted(set(read) & set(weights))
+            if twice:
+                raise ValueError(f"{file} holds tensors that another shard holds too: {', '.join(twice)}")
+            weights |= read
+        absent = sorted((self.indexed_names() or set()) - set(weights))
+        if absent:
+            raise ValueError(f"the shards of {self.source} lack tensors that their index names: {', '.join(absent)}")
+        names = [file.name for file in files]
+        side = self.path(_SIDE_MAP) if "d2t" not in weights else None
+        if side is not None:
+            for name, tensor in read_pickle(side).items():
+                if name in {"d2t", "t2d"}:
+                    weights[name] = tensor
+            names.append(side.name)
+        return weights, names
+
+    def check(self) -> None:
+        """Open every weight file, so that a damaged one is named before anything is loaded from it."""
+        for file in self.weight_files():
+            if file.suffix == ".safetensors":
+                _damaged_or(file, lambda file=file: list(_opened(file)))
+
+
+def _opened(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _damaged_or(file: Path, read: Any) -> Any:
+    try:
+        return read()
+    except (SafetensorError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({error}): fetch or copy it again") from error
+
+
+def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
+    def read() -> dict[str, torch.Tensor]:
+        with safe_open(file, framework="pt") as opened:
+            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+
+    return _damaged_or(file, read)
+
+
+def read_pickle(file: Path) -> dict[str, torch.Tensor]:
+    """Tensors of a `.bin` or `.pt` file; nothing in it is ever executed.
+
+    Raises:
+        ValueError: the file is damaged, or holds objects other than tensors.
+    """
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's own message goes on to recommend weights_only=False, which is what must not be done here.
+        what = " ".join(str(error).split("Please file")[0].split())
+        named = next((part for part in what.split("GLOBAL ")[1:]), "objects other than tensors").split(" was not")[0]
+        raise ValueError(
+            f"{file} is refused: unpickling it would run code ({named[:120]}). Only tensors are read; ask its "
+            "publisher for safetensors"
+        ) from None
+    except (RuntimeError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or cut short ({str(error).splitlines()[0]}): fetch it again") from error
+    if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
+        content = content["state_dict"]
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a dict of tensors, it holds a {type(content).__name__}")
+    odd = sorted(str(name) for name, value in content.items() if not isinstance(value, torch.Tensor))
+    if odd:
+        raise ValueError(f"{file} holds things that are no tensors: {', '.join(odd)}")
+    return content
