@@ -205,6 +205,19 @@ class Fit:
         return self.kl < 0.01 and self.tv < self.tv_bound and self.p_value > 0.01
 
 
+def chi_squared(seen: torch.Tensor, probs: torch.Tensor) -> float:
+    """p-value of counts `seen` against `probs`; cells with fewer than five expected counts are put together."""
+    seen, probs = seen.double().flatten(), probs.double().flatten()
+    expected = probs / probs.sum() * seen.sum()
+    large = expected >= 5
+    observed, wanted = seen[large].tolist(), expected[large].tolist()
+    if float(expected[~large].sum()) >= 5:
+        observed.append(float(seen[~large].sum()))
+        wanted.append(float(expected[~large].sum()))
+    scale = sum(observed) / sum(wanted)
+    return float(scipy.stats.chisquare(observed, [value * scale for value in wanted]).pvalue)
+
+
 def fit(texts: torch.Tensor, expected: torch.Tensor) -> Fit:
     """Compare texts `[draws, length]` with the exact distribution over all of them."""
     number = torch.zeros(len(texts), dtype=torch.long)
@@ -220,16 +233,7 @@ def fit(texts: torch.Tensor, expected: torch.Tensor) -> Fit:
     tv = float((share - expected).abs().sum() / 2)
     # Its mean for exact samples is at most this sum, and it exceeds its mean by t with chance exp(-2 n t^2).
     bound = float((expected * (1 - expected) / n).sqrt().sum() / 2) + math.sqrt(math.log(1e4) / (2 * n))
-    order = expected.argsort(descending=True)
-    large = order[expected[order] * n >= 5]
-    rest = order[expected[order] * n < 5]
-    observed, wanted = seen[large].tolist(), (expected[large] * n).tolist()
-    if float(expected[rest].sum()) * n >= 5:
-        observed.append(float(seen[rest].sum()))
-        wanted.append(float(expected[rest].sum()) * n)
-    scale = sum(observed) / sum(wanted)
-    p_value = scipy.stats.chisquare(observed, [value * scale for value in wanted]).pvalue
-    return Fit(kl, tv, bound, float(p_value))
+    return Fit(kl, tv, bound, chi_squared(seen, expected))
 
 
 def make_tables(name: str, temperature: float) -> tuple[Tables, torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -65,3 +66,17 @@ def rotary_config(config: Any) -> LlamaConfig:
     if original is not None and rope["rope_type"] == "longrope":
         made.original_max_position_embeddings = original
     return made
+
+
+def rope_switch(config: Any) -> tuple[str, float]:
+    """Kind of RoPE of a text config, and the length past which it rotates all positions differently (else infinity)."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *(inner for inner in rope.values() if isinstance(inner, dict))):
+        kind = part.get("rope_type") or part.get("type") or "default"
+        longest = getattr(config, "max_position_embeddings", None)
+        if kind == "dynamic" and longest:
+            return kind, longest
+        if kind == "longrope":
+            own = part.get("original_max_position_embeddings")
+            return kind, own or getattr(config, "original_max_position_embeddings", None) or longest or 0
+    return "default", math.inf

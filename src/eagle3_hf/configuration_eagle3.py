@@ -32,6 +32,8 @@ class Eagle3Config(PretrainedConfig):
         norm_before_fc: one RMSNorm over the concatenated aux states.
         fc_norm: one RMSNorm for each aux state (EAGLE-3.1).
         norm_output: the recurrent state is taken after the final norm (EAGLE-3.1).
+        final_norm: there is a norm before the head (some NVIDIA heads have none).
+        sliding_window: tokens the draft's attention saw in training; kept for export, full attention is used.
         own_embeddings: the checkpoint brings its own `embed_tokens`; else the target's are used.
 
     Raises:
@@ -67,6 +69,8 @@ class Eagle3Config(PretrainedConfig):
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
+        final_norm: bool = True,
+        sliding_window: int | None = None,
         own_embeddings: bool = False,
         **kwargs: Any,
     ):
@@ -97,6 +101,8 @@ class Eagle3Config(PretrainedConfig):
         self.norm_before_fc = norm_before_fc
         self.fc_norm = fc_norm
         self.norm_output = norm_output
+        self.final_norm = final_norm
+        self.sliding_window = sliding_window
         self.own_embeddings = own_embeddings
         self.rope_parameters = normalise_rope(kwargs)
         self._check()
@@ -114,6 +120,8 @@ class Eagle3Config(PretrainedConfig):
                 f"num_attention_heads {self.num_attention_heads} is no multiple of "
                 f"num_key_value_heads {self.num_key_value_heads}"
             )
+        if self.norm_output and not self.final_norm:
+            raise ValueError("norm_output needs final_norm: there is no norm to take the state after")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other")
         if self.hidden_size != self.target_hidden_size and not self.own_embeddings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, GenerationConfig, PreTrainedModel
+from transformers import AutoModel, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -165,6 +166,8 @@ class Eagle3DraftModel(PreTrainedModel):
         t2d: bool `[vocab_size]`, True for target tokens that the draft vocabulary holds.
     """
 
+    # How the checkpoint was read (`checkpoints.Provenance`); None for a draft that wasn't loaded.
+    provenance: Any = None
     config_class = Eagle3Config
     base_model_prefix = ""
     main_input_name = "input_ids"
@@ -189,7 +192,7 @@ class Eagle3DraftModel(PreTrainedModel):
             self.fc_norm = nn.ModuleList(norms)
         self.fc = nn.Linear(features, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.final_norm else nn.Identity()
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config=rotary_config(config))
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
@@ -315,9 +318,42 @@ class Eagle3DraftModel(PreTrainedModel):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, **kwargs: Any):
-        """As `PreTrainedModel.from_pretrained`; missing or unknown weights are an error, never a warning."""
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, target: Any = None, **kwargs: Any
+    ):
+        """Load a draft of any published layout; `draft.provenance` says which it was and what was done to it.
+
+        Our own layout goes through `PreTrainedModel.from_pretrained`. Missing or unknown weights are an error, never a
+        warning.
+
+        Args:
+            pretrained_model_name_or_path: folder or Hub id.
+            target: the loaded target; needed by drafts that use its head, and it settles what else the checkpoint
+                leaves open (depth, padding of the vocabulary).
+            kwargs: as for `PreTrainedModel.from_pretrained` (`dtype`, `revision`, `subfolder`, `token`, ...), and
+                fields of `Eagle3Config` (`aux_hidden_state_layers=[...]`), which win over the checkpoint's.
+
+        Raises:
+            ValueError: an unknown or unsupported kind of checkpoint, or one that is damaged or incomplete.
+            OSError: files are missing.
+        """
+        from .checkpoints.families import is_own
+        from .checkpoints.files import HUB_ARGUMENTS, CheckpointFiles
+        from .checkpoints.load import load_published, own_provenance
+        from .checkpoints.vocabulary import fit_target_vocabulary
+
+        hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
+        files = CheckpointFiles(os.fspath(pretrained_model_name_or_path), hub)
         wants_info = kwargs.pop("output_loading_info", False)
+        if (
+            not args
+            and not isinstance(kwargs.get("config"), PretrainedConfig)
+            and not is_own(content := files.config())
+        ):
+            rest = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS}
+            model = load_published(cls, files, content, target, **rest)
+            return (model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}) if wants_info else model
+        files.check()
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         problems = {
             name: sorted(map(str, info[name]))
@@ -327,15 +363,13 @@ class Eagle3DraftModel(PreTrainedModel):
         if problems:
             details = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items())
             raise ValueError(
-                f"{pretrained_model_name_or_path} is not a complete Eagle3DraftModel checkpoint ({details}). "
-                "Other published layouts need a conversion."
+                f"{pretrained_model_name_or_path} is not a complete Eagle3DraftModel checkpoint ({details})"
             )
-        hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "proxies")
-        try:
-            source = {key: kwargs[key] for key in hub if key in kwargs}
-            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **source)
-        except OSError:
-            pass  # no generation_config.json: the defaults stand
+        with contextlib.suppress(OSError):  # no generation_config.json: the defaults stand
+            model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+        model.provenance = own_provenance(files, model)
+        if target is not None:
+            model.provenance.warnings += fit_target_vocabulary(model, target.config.get_text_config().vocab_size)
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:

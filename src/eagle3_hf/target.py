@@ -72,6 +72,10 @@ class Eagle3TargetMixin:
         finally:
             self.__class__ = speculating
 
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        # pickle (torch.save of a whole model) looks classes up by name, and this one is made at run time.
+        return _bare_instance, (self._eagle3_original_class,), self.__dict__
+
     def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         # Drafting options are taken out of the keywords here, before transformers takes them for model inputs, and
         # ride on the prepared config, which is a fresh copy for each call.
@@ -196,6 +200,11 @@ def _speculating_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     body = {"forward": forward, "__module__": original.__module__, "_eagle3_original_class": original}
     return type(f"Eagle3{original.__name__}", (Eagle3TargetMixin, original), body)
+
+
+def _bare_instance(original: type[PreTrainedModel]) -> Any:
+    made = _speculating_class(original)
+    return made.__new__(made)
 
 
 def enable_eagle3(

@@ -89,8 +89,8 @@ def resolve_aux_ids(
                 readings[key] = _nested(ids, num_layers)
         key = next(iter(readings))  # the top-level key first
         made = AuxIds(readings[key][0], key, found[key], readings[key][1])
-        for other, (ids, _) in readings.items():
-            if ids != made.ids:
+        for other, (reading, _) in readings.items():
+            if reading != made.ids:
                 warnings.append(
                     f"{key} = {list(found[key])} and {other} = {list(found[other])} name different states; the first "
                     "is used. `eagle3-hf probe` measures which is right"
@@ -100,13 +100,12 @@ def resolve_aux_ids(
                 f"{key} was read as layer outputs without knowing the target's depth; if {max(found[key])} is its "
                 "number of layers, pass target= so that they are read as inputs"
             )
-    ids = made.ids
-    if ids is None:
+    if made.ids is None:
         return made, warnings
-    if list(ids) != sorted(ids):
+    if list(made.ids) != sorted(made.ids):
         # Every implementation concatenates low to high, whatever the order in the config.
-        warnings.append(f"aux ids {list(ids)} aren't ascending; states are always joined from low to high")
-        made = AuxIds(tuple(sorted(ids)), made.source, made.written, made.convention)
+        warnings.append(f"aux ids {list(made.ids)} aren't ascending; states are always joined from low to high")
+        made = AuxIds(tuple(sorted(made.ids)), made.source, made.written, made.convention)
     _check(made, num_aux, num_layers)
     return made, warnings
 

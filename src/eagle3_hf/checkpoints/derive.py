@@ -90,7 +90,7 @@ def derive_config(fields: dict[str, Any], weights: dict[str, torch.Tensor], num_
             "which is the same up to that length"
         )
     for name in ("target_name_or_path", "target_architectures", "target_model_type"):
-        if fields.get(name) is not None:
+        if fields.get(name):
             made.values[name] = fields[name]
     return made
 

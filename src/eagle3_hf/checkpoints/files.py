@@ -54,13 +54,17 @@ class CheckpointFiles:
         from transformers.utils import cached_file
 
         options = {key: value for key, value in self.hub.items() if value is not None}
-        found = cached_file(
-            self.source,
-            name,
-            _raise_exceptions_for_missing_entries=needed,
-            _raise_exceptions_for_connection_errors=needed,
-            **options,
-        )
+        try:
+            found = cached_file(
+                self.source,
+                name,
+                _raise_exceptions_for_missing_entries=needed,
+                _raise_exceptions_for_connection_errors=needed,
+                **options,
+            )
+        except OSError as error:
+            # The library's message doesn't always say which of several models it is about.
+            raise OSError(f"cannot get {name} of {self.source!r}: {error}") from error
         return None if found is None else Path(found)
 
     def json(self, name: str, needed: bool = False) -> dict[str, Any] | None:
@@ -175,13 +179,13 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
         content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch's own message goes on to recommend weights_only=False, which is what must not be done here.
-        what = " ".join(str(error).split("Please file")[0].split())
-        named = next((part for part in what.split("GLOBAL ")[1:]), "objects other than tensors").split(" was not")[0]
+        found = str(error).partition("GLOBAL ")[2].split()
+        named = found[0] if found else "objects other than tensors"
         raise ValueError(
-            f"{file} is refused: unpickling it would run code ({named[:120]}). Only tensors are read; ask its "
+            f"{file} is refused: unpickling it would run code ({named}). Only tensors are read; ask its "
             "publisher for safetensors"
         ) from None
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{file} is damaged or cut short ({str(error).splitlines()[0]}): fetch it again") from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]

@@ -172,7 +172,9 @@ def write_json(folder: Path, content: dict[str, Any], name: str = "config.json")
 
 def write_safetensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write `model.safetensors`; every tensor on its own, shared memory isn't allowed in that format."""
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
 
 
 def vllm_line(folder: Path, tokens: int) -> str:

@@ -196,7 +196,9 @@ def fit_target_vocabulary(draft: Eagle3DraftModel, size: int) -> list[str]:
     if old == size:
         return []
     if abs(old - size) >= _MOST_PADDING:
-        raise ValueError(f"the draft is for a vocabulary of {old} tokens, the target has {size}: not the same tokenizer")
+        raise ValueError(
+            f"the draft is for a vocabulary of {old} tokens, the target has {size}: not the same tokenizer"
+        )
     changed = [f"vocabulary of {old} tokens fitted to the target's {size} (padding)"]
     ids = torch.arange(config.draft_vocab_size, device=draft.d2t.device) + draft.d2t
     if config.draft_vocab_size > size and bool((draft.d2t == 0).all()):

@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..attention import grouped_attention
 from ..aux_layers import text_config
+from ..compat import rope_switch
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..packing import pack_linears
 from .cache import SpeculativeCache
@@ -134,6 +135,7 @@ class _Session:
         self.stopper = BlockStopper(stopping_criteria, batch, self.rows.pad)
         self.generator = Eagle3CandidateGenerator(draft, target.get_input_embeddings(), options)
         text = text_config(target)
+        self._check_rotation(text)
         self.max_position = getattr(text, "max_position_embeddings", None)
         if self.max_position is not None and options.max_nodes >= self.max_position:
             raise ValueError(
@@ -152,6 +154,17 @@ class _Session:
         self.logits: list[list[torch.Tensor]] | None = (
             [[] for _ in range(batch)] if keep and config.output_logits else None
         )
+
+    def _check_rotation(self, text: Any) -> None:
+        # Where RoPE changes with the length of the longest row, a forward of several tokens, or rows that advance by
+        # different amounts, would rotate some of them otherwise than plain generation does.
+        kind, place = rope_switch(text)
+        first, last = min(self.rows.text_lengths()), max(self.rows.limits) - 1
+        if first <= place < last and (kind == "longrope" or len(self.rows.columns) > 1):
+            raise ValueError(
+                f"the target's {kind} RoPE rotates differently past position {place}, and the text may grow from "
+                f"{first} to {last} tokens: set max_new_tokens so that it stays below, or generate without a draft"
+            )
 
     def run(self) -> None:
         """Prefill, then rounds until every row has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,17 @@ _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWater
 def _classes(names: Iterable[str]) -> tuple[type, ...]:
     module = transformers.generation.logits_process
     return tuple(getattr(module, name) for name in names if hasattr(module, name))
+
+
+def _for_rows(processor: Any, places: list[int]) -> Any:
+    """`processor` for a call whose rows stand at `places` of the batch it was made for."""
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, torch.Tensor):
+        return processor
+    # transformers 5.2x: the repetition penalty holds every row's padding.
+    processor = copy.copy(processor)
+    processor.prompt_ignore_length = ignored[places]
+    return processor
 
 
 class NodeProcessor:
@@ -99,11 +111,11 @@ class NodeProcessor:
                 continue
             out = torch.empty_like(flat)
             for index, prefix in groups:
+                places = [rows[at // nodes] for at in index.tolist()]
                 if hasattr(processor, "process_rows"):
-                    places = [rows[at // nodes] for at in index.tolist()]
                     out[index] = processor.process_rows(prefix, flat[index], places)
                 elif rowwise:
-                    out[index] = processor(prefix, flat[index])
+                    out[index] = _for_rows(processor, places)(prefix, flat[index])
                 else:
                     self._one_by_one(processor, index, prefix, flat, out, rows, nodes)
             flat = out

@@ -117,7 +117,8 @@ def rejection_sample(
         scores: float `[batch, K + 1, vocab]`, **processed** target logits before each draft token and after the last
             (behind a row's last draft token they mean nothing).
         draft_probs: float `[batch, K, vocab]`, the distributions that the draft tokens were drawn from, after all
-            processing of the draft's logits; `None` where the draft is deterministic (one-hot).
+            processing of the draft's logits; `None` where the draft is deterministic (one-hot). A token to which they
+            give no probability counts as no draft.
         greedy: True or False for all rows, or bool `[batch]`.
         draws: random numbers; `None` draws them from torch's generator. Not read when `greedy` is True.
 
@@ -138,16 +139,20 @@ def rejection_sample(
     vocab, device = scores.shape[2], scores.device
     draws = Draws.make(batch, drafts, vocab, device) if draws is None else draws
     probs = target_probabilities(scores, greedy)
-    real = draft_tokens >= 0
     at = draft_tokens.clamp(min=0)[..., None]
     wanted = probs[:, :drafts].gather(2, at)[..., 0]
-    offered = 1.0 if draft_probs is None else draft_probs.gather(2, at)[..., 0]
+    real = draft_tokens >= 0
+    offered = torch.ones_like(wanted)
+    if draft_probs is not None:
+        offered = draft_probs.gather(2, at)[..., 0]
+        # Nothing of probability zero is ever drawn from q: such a token is no draft, and isn't let through by p/0.
+        real = real & (offered > 0)
     # Strictly below: a token that the target never takes must not pass on a uniform of exactly zero.
     count = _first_rejected(~(draws.uniforms * offered < wanted) | ~real)
     last = count[:, None, None].expand(-1, 1, vocab)
     left = probs.gather(1, last)[:, 0]
     nothing = draft_tokens.new_full((batch, 1), PLACEHOLDER)
-    refused = torch.cat((draft_tokens, nothing), dim=1).gather(1, count[:, None])
+    refused = torch.cat((torch.where(real, draft_tokens, PLACEHOLDER), nothing), dim=1).gather(1, count[:, None])
     if draft_probs is None:
         left = remove_token(left, refused[:, 0])
     else:

@@ -18,6 +18,11 @@ def _normalised(weights: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny)
 
 
+def _drawable(q: torch.Tensor, child: torch.Tensor) -> torch.Tensor:
+    """Whether `child` is a token that can come from `q`: with probability zero it would pass the test as p/0."""
+    return (child >= 0) & (q.gather(-1, child.clamp(min=0)[..., None])[..., 0] > 0)
+
+
 def reject_child(
     p: torch.Tensor, q: torch.Tensor | None, child: torch.Tensor, replacement: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -26,18 +31,20 @@ def reject_child(
     Args:
         p: float32 `[..., vocab]`, normalised.
         q: the same, what the child was drawn from; `None` for a deterministic draft.
-        child: int64 `[...]`, its token; -1 changes nothing.
+        child: int64 `[...]`, its token; -1, or a token that `q` never gives, changes nothing.
         replacement: whether the next child is drawn from the same `q` again.
 
     Returns:
         The new `p` and `q`, normalised.
     """
-    there = (child >= 0)[..., None]
     if q is None:
-        return torch.where(there, _normalised(remove_token(p, child)), p), None
+        return torch.where((child >= 0)[..., None], _normalised(remove_token(p, child)), p), None
+    there = _drawable(q, child)[..., None]
     left = torch.where(there, _normalised(residual(p, q)), p)
     if not replacement:
-        q = torch.where(there, _normalised(remove_token(q, child)), q)
+        # All of q may be used up, and then it stays zero: no further child can have been drawn.
+        vocab = torch.arange(q.shape[-1], device=q.device)
+        q = torch.where(there, _normalised(torch.where(vocab == child[..., None], 0.0, q)), q)
     return left, q
 
 
@@ -53,7 +60,8 @@ def accept_children(
 
     Args:
         target_probs: float32 `[..., vocab]`, the target's distribution, all processing done.
-        children: int64 `[..., C]`, drafted tokens in the order they were drawn; -1 for none.
+        children: int64 `[..., C]`, drafted tokens in the order they were drawn; -1 for none. One that can't have been
+            drawn (its `q` is zero, as when more are listed than `q` has tokens) counts as none.
         draft_probs: float32 `[..., vocab]`, what the first child was drawn from; `None` for a deterministic draft.
         uniforms: float32 `[..., C]` in `[0, 1)`.
         exponentials: float32 `[..., vocab]`, unit-rate.
@@ -70,7 +78,8 @@ def accept_children(
         child = children[..., i]
         at = child.clamp(min=0)[..., None]
         offered = 1.0 if q is None else q.gather(-1, at)[..., 0]
-        keep = (uniforms[..., i] * offered < p.gather(-1, at)[..., 0]) & (child >= 0) & open_
+        there = child >= 0 if q is None else _drawable(q, child)
+        keep = (uniforms[..., i] * offered < p.gather(-1, at)[..., 0]) & there & open_
         taken = torch.where(keep, i, taken)
         open_ = open_ & ~keep
         # Where a child was kept before, p isn't read any more.
