@@ -50,7 +50,9 @@ def one_position(target: Model, draft: Model) -> None:
     for i, word in enumerate(WORDS):
         total = kept[i] + missing[i]
         print(f"   {word:<6}{p[i]:8.3f}{q[i]:8.3f}{kept[i]:8.3f}{missing[i]:10.3f}{total:8.3f}")
-    print(f"\n   the sum is p; a draft token is kept {acceptance_probability(p, q):.0%} of the time (sum of min(p, q))\n")
+    print(
+        f"\n   the sum is p; a draft token is kept {acceptance_probability(p, q):.0%} of the time (sum of min(p, q))\n"
+    )
 
 
 def whole_texts(target: Model, draft: Model) -> None:

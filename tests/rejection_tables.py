@@ -1,4 +1,4 @@
-"""A language model small enough to be known exactly, and speculation over it for hundreds of thousands of texts at once.
+"""A language model small enough to be known exactly, and speculation over it for many thousands of texts at once.
 
 The model is a table: raw logits for every text of up to `DEPTH` tokens over `VOCAB`, after a fixed prompt. Processors
 are applied to every entry once, with its own text as `input_ids`, so even a repetition penalty is exact and fast.

@@ -52,7 +52,8 @@ def test_both_places_that_agree_and_that_do_not():
 def test_depth_unknown_is_said():
     made, warnings = resolve_aux_ids(nested(24, 30, 36), 3, None)
     assert made.ids == (25, 31, 37)
-    assert "pass target=" in warnings[0]
+    assert warnings == []
+    assert "unless the target has 36 layers, then pass target=" in made.convention
 
 
 def test_order_is_low_to_high():

@@ -160,7 +160,7 @@ def test_lines_to_paste(tmp_path: Path):
 
 def test_errors(tmp_path: Path):
     draft = Eagle3DraftModel.from_pretrained(FIXTURES["specforge"].write(tmp_path / "in"))
-    with pytest.raises(ValueError, match="format must be one of .*speculators.*'gguf'"):
+    with pytest.raises(ValueError, match=r"format must be one of .*speculators.*'gguf'"):
         export_draft(draft, tmp_path / "out", "gguf")
     with pytest.raises(OSError, match="holds files already"):
         export_draft(draft, tmp_path / "in", "eagle")

@@ -108,7 +108,7 @@ def test_unsupported_kinds_are_refused_by_name(kind: str, tmp_path: Path):
 def test_each_refusal_has_its_own_message(tmp_path: Path):
     said = set()
     for kind, (config, tensors, _) in REFUSED.items():
-        with pytest.raises(ValueError, match="") as error:
+        with pytest.raises(ValueError, match=r"\w") as error:
             load(write(tmp_path / kind, config, tensors))
         said.add(str(error.value))
     assert len(said) == len(REFUSED)
@@ -304,3 +304,22 @@ def test_padding_of_own_embeddings_and_head(tmp_path: Path):
     assert torch.equal(draft.lm_head.weight, head["lm_head.weight"][:VOCAB])
     foreign = with_map(**{"embed_tokens.weight": torch.randn(VOCAB + 5000, HIDDEN)})
     refused(write(tmp_path / "foreign", llama(**EAGLE), foreign), "different tokenizers")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ("yarn", "rope_scaling must be an object, got 'yarn'"),
+        ({"type": "spiral", "factor": 2.0}, "RoPE of type 'spiral' isn't known"),
+        ({"type": "linear"}, "RoPE of type 'linear' needs a `factor`"),
+    ],
+)
+def test_rope_that_is_not_understood(scaling, message: str, tmp_path: Path):
+    refused(write(tmp_path, llama(**EAGLE, rope_scaling=scaling), mapped()()), message)
+
+
+def test_index_that_points_elsewhere(tmp_path: Path):
+    folder = FIXTURES["specforge-ids"].write(tmp_path / "in")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"fc.weight": "../other.safetensors"}}))
+    refused(folder, r"outside its own folder: \.\./other\.safetensors")

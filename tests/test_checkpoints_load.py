@@ -16,6 +16,7 @@ from checkpoint_fixtures import (
     HIDDEN,
     KEPT,
     LAYERS,
+    MLP,
     VOCAB,
     Fixture,
     base_tensors,
@@ -28,7 +29,9 @@ from checkpoint_fixtures import (
 )
 from transformers import LlamaConfig
 
-from eagle3_hf import AutoEagle3Target, Eagle3DraftModel
+from eagle3_hf import AutoEagle3Target, Eagle3Config, Eagle3DraftModel
+from eagle3_hf.checkpoints import fit_target_vocabulary
+from eagle3_hf.target import check_draft_fits
 
 
 @pytest.fixture(params=FIXTURES)
@@ -39,12 +42,9 @@ def fixture(request: pytest.FixtureRequest) -> Fixture:
 def target(vocab: int = VOCAB, layers: int = LAYERS):
     torch.manual_seed(0)
     return AutoEagle3Target.from_config(
-        LlamaConfig(vocab_size=vocab, hidden_size=HIDDEN, intermediate_size=MLP_SIZE, num_hidden_layers=layers,
+        LlamaConfig(vocab_size=vocab, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=layers,
                     num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     )  # fmt: skip
-
-
-MLP_SIZE = 24
 
 
 def test_loads(fixture: Fixture, tmp_path: Path):
@@ -170,7 +170,9 @@ def test_target_gives_the_depth_that_decides_the_convention(tmp_path: Path):
     folder = write(tmp_path, modelopt({AUX: [3, 6, 8]}), base_tensors(draft_vocab=VOCAB))
     unknown = Eagle3DraftModel.from_pretrained(folder)
     assert unknown.config.aux_hidden_state_layers == [4, 7, 9]
-    assert any("target's depth" in text for text in unknown.provenance.warnings)
+    assert "unless the target has 8 layers" in str(unknown.provenance.aux)
+    with pytest.raises(ValueError, match=r"aux layer ids \[9\] are outside 0..8"):
+        check_draft_fits(target(), unknown)
     known = Eagle3DraftModel.from_pretrained(folder, target=target())
     assert known.config.aux_hidden_state_layers == [3, 6, 8]
     assert known.config.target_num_hidden_layers == LAYERS
@@ -223,3 +225,59 @@ def test_side_file_with_the_map(tmp_path: Path):
     draft = Eagle3DraftModel.from_pretrained(folder)
     assert torch.equal(draft.draft_to_target(torch.arange(DRAFT_VOCAB)), KEPT)
     assert "eagle_meta.pt" in draft.provenance.files
+
+
+def plain(vocab: int, draft_vocab: int, **changes) -> Eagle3DraftModel:
+    """A draft for a target of `vocab` tokens, its last target id 38 or the last there is."""
+    torch.manual_seed(1)
+    draft = Eagle3DraftModel(
+        Eagle3Config(
+            vocab_size=vocab, draft_vocab_size=draft_vocab, hidden_size=HIDDEN, intermediate_size=24,
+            num_attention_heads=4, num_key_value_heads=2, **changes,
+        )
+    )  # fmt: skip
+    if draft_vocab < vocab:
+        draft.set_draft_vocabulary(KEPT)
+    return draft
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("size", [VOCAB - 1, VOCAB + 24])
+def test_target_with_other_padding(size: int, own: bool, tmp_path: Path):
+    plain(VOCAB, DRAFT_VOCAB, own_embeddings=own).save_pretrained(tmp_path)
+    model = target(size)
+    unfitted = Eagle3DraftModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"vocabulary {VOCAB}, the target's vocabulary is {size}"):
+        check_draft_fits(model, unfitted)
+    draft = Eagle3DraftModel.from_pretrained(tmp_path, target=model)
+    check_draft_fits(model, draft)
+    assert torch.equal(draft.draft_to_target(torch.arange(DRAFT_VOCAB)), KEPT)
+    assert draft.t2d.shape == (size,)
+    assert draft.t2d.nonzero().flatten().equal(KEPT)
+    if own:
+        assert draft.embed_tokens.weight.shape[0] == size
+        kept = min(size, VOCAB)
+        assert torch.equal(draft.embed_tokens.weight[:kept], unfitted.embed_tokens.weight[:kept])
+        assert not draft.embed_tokens.weight[VOCAB:].any()
+    assert any("fitted to the target" in text for text in draft.provenance.warnings)
+    ids = torch.tensor([[5, 6, 7]])
+    plainly = model.generate(input_ids=ids, max_new_tokens=8, do_sample=False)
+    assert torch.equal(model.generate(input_ids=ids, assistant_model=draft, max_new_tokens=8, do_sample=False), plainly)
+
+
+def test_full_head_with_other_padding(tmp_path: Path):
+    draft = plain(VOCAB, VOCAB)
+    assert fit_target_vocabulary(draft, VOCAB) == []
+    before = draft.lm_head.weight.clone()
+    fit_target_vocabulary(draft, VOCAB - 3)
+    assert torch.equal(draft.lm_head.weight, before[: VOCAB - 3])
+    assert draft.config.draft_vocab_size == draft.config.vocab_size == VOCAB - 3
+    draft.save_pretrained(tmp_path)
+    assert torch.equal(Eagle3DraftModel.from_pretrained(tmp_path).lm_head.weight, draft.lm_head.weight)
+
+
+def test_vocabularies_that_are_not_the_same():
+    with pytest.raises(ValueError, match="40 tokens, the target has 4000: not the same tokenizer"):
+        fit_target_vocabulary(plain(VOCAB, DRAFT_VOCAB), 4000)
+    with pytest.raises(ValueError, match="has token 38, the target only 38 tokens"):
+        fit_target_vocabulary(plain(VOCAB, DRAFT_VOCAB), 38)

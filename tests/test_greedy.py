@@ -53,7 +53,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "decaying length": {"exponential_decay_length_penalty": (5, 1.6), "eos_token_id": 15, "pad_token_id": PAD},
     "encoder repetition": {"encoder_repetition_penalty": 2.0},
     "renormalise": {"renormalize_logits": True, "repetition_penalty": 1.5},
-    "watermark": {"watermarking_config": WatermarkingConfig(bias=30.0, seeding_scheme="selfhash", context_width=3)},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=30.0, context_width=2)},
     "prefix function": {"prefix_allowed_tokens_fn": allowed_tokens},
     "custom, by row": {"logits_processor": [RowProcessor()]},
 }
@@ -77,7 +77,7 @@ def test_a_draft_that_is_never_right_and_one_that_always_is(llama, llama_draft, 
     if shape == "chain":
         # 24 tokens after the prefill's, five a round.
         assert right.tau == pytest.approx(24 / 5)
-        assert right.accepted == right.drafted - 3  # the last round drafts no further than the limit
+        assert right.accepted == right.drafted  # the last round drafts no further than the limit
 
 
 @pytest.mark.parametrize("drafting", [CHAIN, {"num_assistant_tokens": 3, "tree_top_k": 6, "tree_total_tokens": 40}])
@@ -207,7 +207,7 @@ _LONG = os.environ.get("EAGLE3_LONG") == "1"
 
 @given(case=cases())
 @settings(
-    max_examples=600 if _LONG else 40,
+    max_examples=600 if _LONG else 60,
     deadline=None,
     derandomize=not _LONG,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -1,20 +1,22 @@
-"""DrafterInvariantSampling: a fixed function of (seed, position), the target's distribution, one text for all drafts."""
+"""DrafterInvariantSampling: a function of (seed, position), the target's distribution, one text for all drafts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import scipy.stats
 import torch
+from rejection_tables import chi_squared
+from support import SHAPES, config_of, make_draft, make_target, oracle, prompts, texts_of
 from transformers import AutoModelForCausalLM, LogitsProcessorList, TemperatureLogitsWarper
 
 from eagle3_hf import DrafterInvariantSampling
+from eagle3_hf.decoding import invariant
 from eagle3_hf.decoding.invariant import invariant_noise, mix
-from rejection_tables import chi_squared
-from support import SHAPES, config_of, make_draft, make_target, oracle, prompts, texts_of
 
 WORD = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -160,20 +162,42 @@ def test_it_stands_behind_the_warpers(models: Any) -> None:
     assert target.generate(**inputs, logits_processor=processor, **options).equal(greedy)
 
 
-def test_distribution_through_generate(models: Any) -> None:
-    # Two tokens, thousands of seeds, against the exact probabilities.
+def fit_through_generate(models: Any) -> float:
+    """p-value of two tokens over many seeds against the exact probabilities."""
     target, drafts = models
     prompt, n, temperature = torch.tensor([[5, 9, 4]]), 2000, 0.7
     first = (target(prompt).logits[0, -1] / temperature).softmax(-1)
     following = torch.cat((prompt.expand(16, -1), torch.arange(16)[:, None]), 1)
-    exact = (first[:, None] * (target(following).logits[:, -1] / temperature).softmax(-1)).flatten().detach().double()
+    exact = (first[:, None] * (target(following).logits[:, -1] / temperature).softmax(-1)).detach()
     made = target.generate(
         input_ids=prompt, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=2, num_return_sequences=n,
         logits_processor=LogitsProcessorList([DrafterInvariantSampling(range(n))]), assistant_model=drafts[0],
         **SHAPES["dynamic"],
     )  # fmt: skip
-    counts = torch.bincount(made[:, 3] * 16 + made[:, 4], minlength=256).double()
-    assert chi_squared(counts, exact) > 0.01
+    return chi_squared(torch.bincount(made[:, 3] * 16 + made[:, 4], minlength=256), exact)
+
+
+def test_distribution_through_generate(models: Any) -> None:
+    assert fit_through_generate(models) > 0.01
+
+
+def test_noise_that_ignores_the_position_shows(models: Any) -> None:
+    wrong = mock.patch.object(
+        invariant, "invariant_noise", lambda seeds, positions, vocab: invariant_noise(seeds, 0 * positions, vocab)
+    )
+    with wrong:
+        assert fit_through_generate(models) < 1e-6
+
+
+def test_positions_that_count_padding_show(models: Any) -> None:
+    target, _ = models
+    inputs = prompts(8, 9)
+    options: dict[str, Any] = SAMPLING | {"logits_processor": LogitsProcessorList([DrafterInvariantSampling(7)])}
+    with mock.patch.object(DrafterInvariantSampling, "for_batch", lambda self, mask: self):
+        texts = texts_of(target.generate(**inputs, **options), inputs)
+        alone = [target.generate(input_ids=torch.tensor([text[:-20]]), **options)[0].tolist() for text in texts]
+    padded = [i for i, row in enumerate(inputs["attention_mask"]) if not row.all()]
+    assert any(texts[i] != alone[i] for i in padded)
 
 
 def test_with_an_untouched_model() -> None:
@@ -190,7 +214,7 @@ def test_with_an_untouched_model() -> None:
             input_ids=ids, attention_mask=mask, logits_processor=processors, do_sample=False, max_new_tokens=12
         )
 
-    together = run(**{"ids": inputs["input_ids"], "mask": inputs["attention_mask"]})
+    together = run(ids=inputs["input_ids"], mask=inputs["attention_mask"])
     for text in texts_of(together, inputs):
         prompt = torch.tensor([text[:-12]])
         assert run(prompt, torch.ones_like(prompt))[0].tolist() == text

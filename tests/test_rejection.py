@@ -109,9 +109,7 @@ def flat(made: dict[str, Any]) -> tuple[SpeculationMetadata, torch.Tensor, torch
 def test_flat_sampler_is_the_padded_one(greedy: bool, with_q: bool) -> None:
     made = random_chains(3)
     metadata, scores, q = flat(made)
-    padded = rejection_sample(
-        made["drafts"], made["scores"], made["q"] if with_q else None, greedy, made["draws"]
-    )
+    padded = rejection_sample(made["drafts"], made["scores"], made["q"] if with_q else None, greedy, made["draws"])
     assert rejection_sample_flat(metadata, scores, q if with_q else None, greedy, made["draws"]).equal(padded)
     metadata.draft_token_ids = None
     with pytest.raises(ValueError, match="draft tokens are needed"):

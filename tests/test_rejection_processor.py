@@ -8,12 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from rejection_tables import chi_squared
+from support import make_target, prompts
 from transformers import LogitsProcessorList
 
 from eagle3_hf import RejectionLogitsProcessor, speculative_decode
 from eagle3_hf.decoding import reference
-from rejection_tables import chi_squared
-from support import make_target, prompts
 
 VOCAB, PROMPT = 5, torch.tensor([[3, 1]])
 

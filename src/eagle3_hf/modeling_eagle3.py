@@ -377,5 +377,11 @@ class Eagle3DraftModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         self.generation_config.save_pretrained(save_directory)
 
+    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
+        """Upload with a model card; `target=` and `licence=` are needed, see [`checkpoints.hub.push_draft`]."""
+        from .checkpoints.hub import push_draft
+
+        return push_draft(self, repo_id, **kwargs)
+
 
 AutoModel.register(Eagle3Config, Eagle3DraftModel, exist_ok=True)

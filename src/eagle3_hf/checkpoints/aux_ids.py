@@ -44,6 +44,9 @@ def _nested(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ..
         return ids, f"{_INPUT}: the list begins with 2, as only lists of inputs do"
     if num_layers is not None and max(ids) == num_layers:
         return ids, f"{_INPUT}: {num_layers} is the number of layers, which has no output of its own"
+    if num_layers is None:
+        # If that reading is wrong, the last id lies beyond the target, which is an error as soon as there is one.
+        return tuple(i + 1 for i in ids), f"{_OUTPUT}; unless the target has {max(ids)} layers, then pass target="
     return tuple(i + 1 for i in ids), _OUTPUT
 
 
@@ -95,11 +98,6 @@ def resolve_aux_ids(
                     f"{key} = {list(found[key])} and {other} = {list(found[other])} name different states; the first "
                     "is used. `eagle3-hf probe` measures which is right"
                 )
-        if key.startswith("eagle_config") and num_layers is None and made.convention == _OUTPUT:
-            warnings.append(
-                f"{key} was read as layer outputs without knowing the target's depth; if {max(found[key])} is its "
-                "number of layers, pass target= so that they are read as inputs"
-            )
     if made.ids is None:
         return made, warnings
     if list(made.ids) != sorted(made.ids):

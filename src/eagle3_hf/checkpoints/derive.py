@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import normalise_rope
 from .provenance import Override
@@ -196,6 +197,9 @@ def _biases(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
 
 def _rope(made: Derived, fields: dict[str, Any]) -> dict[str, Any]:
     given = {key: fields[key] for key in ("rope_parameters", "rope_scaling", "rope_theta") if fields.get(key)}
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in given and not isinstance(given[key], dict):
+            raise ValueError(f"{key} must be an object, got {given[key]!r}")
     known = "rope_theta" in given or any("rope_theta" in given.get(k, {}) for k in ("rope_parameters", "rope_scaling"))
     if not known:
         made.warnings.append("rope_theta is missing from the config: 10000 is used, the target's isn't borrowed")
@@ -206,4 +210,9 @@ def _rope(made: Derived, fields: dict[str, Any]) -> dict[str, Any]:
         if rope["rope_type"] == "mrope":
             rope["rope_type"] = "default"
         made.warnings.append("the draft has multimodal RoPE: it is run as plain RoPE, which is the same on text")
+    known_types = {"default", *ROPE_INIT_FUNCTIONS}
+    if rope["rope_type"] not in known_types:
+        raise ValueError(f"RoPE of type {rope['rope_type']!r} isn't known, only {', '.join(sorted(known_types))}")
+    if rope["rope_type"] not in {"default", "longrope"} and "factor" not in rope:
+        raise ValueError(f"RoPE of type {rope['rope_type']!r} needs a `factor`, the config has {sorted(rope)}")
     return rope

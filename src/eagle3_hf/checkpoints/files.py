@@ -100,6 +100,9 @@ class CheckpointFiles:
             if not name.endswith(".index.json"):
                 return [file]
             shards = sorted(set((self.json(name) or {}).get("weight_map", {}).values()))
+            strange = [shard for shard in shards if Path(shard).name != shard]
+            if strange:
+                raise ValueError(f"{file} names shards outside its own folder: {', '.join(strange)}")
             found = {shard: self.path(shard) for shard in shards}
             missing = [shard for shard, place in found.items() if place is None]
             if missing or not shards:

@@ -40,7 +40,8 @@ class SpecForgeLayout(Layout):
                 return f"architecture {name}"
         if isinstance(config.get("eagle_config"), dict):
             return "eagle_config"
-        return "target_model_type" if "target_model_type" in config else None
+        plain = config.get("architectures") == ["LlamaForCausalLM"]  # as EAGLE's authors call theirs
+        return "target_model_type" if "target_model_type" in config and not plain else None
 
     def fields(self, config: dict[str, Any]) -> Shown:
         fields, warnings = lift(config), []

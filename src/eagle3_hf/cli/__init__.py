@@ -1,4 +1,5 @@
-"""The command line: `eagle3-hf demo | generate | bench`.
+"""The command line: `eagle3-hf demo | generate | bench | eval | report | inspect | export | probe |
+export-neuron`.
 
 A command is a function of the same name in a module of the same name, listed in `_COMMANDS`. torch and transformers
 are imported inside the functions, so `--help` answers at once.
@@ -10,7 +11,7 @@ import importlib
 import sys
 from typing import Any
 
-_COMMANDS = ("demo", "generate", "bench")
+_COMMANDS = ("demo", "generate", "bench", "eval", "report", "inspect", "export", "probe", "export_neuron")
 
 
 def build_app() -> Any:
@@ -31,7 +32,8 @@ def build_app() -> Any:
     )
     app.callback()(root_options)
     for name in _COMMANDS:
-        app.command(name)(getattr(importlib.import_module(f".{name}", __name__), name))
+        function = getattr(importlib.import_module(f".{name}", __name__), name)
+        app.command(name.replace("_", "-"), **getattr(function, "typer_settings", {}))(function)
     return app
 
 

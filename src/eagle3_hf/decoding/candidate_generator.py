@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,8 +40,13 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self.shape = None if options.tree_paths is None else static_shape(options.tree_paths)
         most, size = max(map(max, self.shape.ranks)) if self.shape else 0, draft.config.draft_vocab_size
         if most >= size:
-            raise ValueError(f"tree_paths asks for child rank {most}, the draft's vocabulary has {size} tokens (0-based)")
+            raise ValueError(
+                f"tree_paths asks for child rank {most}, the draft's vocabulary has {size} tokens (0-based)"
+            )
         self.position_offset = 0
+        # Chooses chain tokens instead of the argmax: from draft logits over the target's vocabulary `[batch, vocab]`
+        # and what was drafted before `[batch, n]`, tokens `[batch]` and what they were drawn from, if they were.
+        self.draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._root_state: torch.Tensor | None = None
         self._root_logits: torch.Tensor | None = None
 
@@ -139,6 +145,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         return self._dynamic(roots, depth)
 
     def _chain(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        if self.draw is not None:
+            return self._drawn_chain(roots, depth)
         threshold = self.options.assistant_confidence_threshold
         logits, states = self._root_logits, self._root_state
         assert logits is not None and states is not None
@@ -156,6 +164,30 @@ class Eagle3CandidateGenerator(CandidateGenerator):
                 mask = self._chain_mask(level)
                 logits, states = self._step(states, tokens[-1], level, level - 1, mask)
         return chain(torch.cat(tokens, dim=1))
+
+    def _drawn_chain(self, roots: torch.Tensor, depth: int) -> DraftTree:
+        """A chain whose tokens `draw` chooses."""
+        logits, states = self._root_logits, self._root_state
+        assert logits is not None and states is not None and self.draw is not None
+        kept = self.draft.draft_to_target(torch.arange(logits.shape[-1], device=logits.device))
+        tokens, probs, confidence = [roots[:, None]], [], 1.0
+        for level in range(1, depth + 1):
+            whole = logits.new_full((len(roots), self.draft.config.vocab_size), float("-inf"), dtype=torch.float32)
+            whole[:, kept] = logits[:, -1].float()
+            drafted, q = self.draw(whole, torch.cat(tokens, dim=1)[:, 1:])
+            tokens.append(drafted[:, None].to(roots.device))
+            if q is not None:
+                probs.append(q)
+                confidence = confidence * q.gather(1, drafted[:, None])
+                # Stop behind an unlikely token, never in its place: dropping tokens by what was drawn is a bias.
+                if bool((confidence < self.options.assistant_confidence_threshold).all()):
+                    break
+            if level < depth:
+                logits, states = self._step(states, tokens[-1], level, level - 1, self._chain_mask(level))
+        tree = chain(torch.cat(tokens, dim=1))
+        if probs:
+            tree.draft_probs = torch.stack([*probs, torch.zeros_like(probs[0])], dim=1)
+        return tree
 
     def _chain_mask(self, level: int) -> torch.Tensor | None:
         lengths = self.cache.lengths

@@ -134,6 +134,8 @@ class _Session:
         self.rows = Rows(input_ids, model_kwargs.get("attention_mask"), config, length_limit(stopping_criteria, config))
         self.stopper = BlockStopper(stopping_criteria, batch, self.rows.pad)
         self.generator = Eagle3CandidateGenerator(draft, target.get_input_embeddings(), options)
+        if options.draft_sampling == "sample":
+            self.generator.draw = self._draw
         text = text_config(target)
         self._check_rotation(text)
         self.max_position = getattr(text, "max_position_embeddings", None)
@@ -205,6 +207,22 @@ class _Session:
                 places = min(places, self.max_position - length)
             room = max(room, places)
         return max(0, min(self.generator.depth, room))
+
+    def _draw(self, logits: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draft tokens for `draft_sampling="sample"`: the target's processors see the draft's own continuation."""
+        rows, count = self.rows, drafted.shape[1]
+        ids, columns = rows.ids, [columns + count for columns in rows.columns]
+        if count:
+            ids = torch.nn.functional.pad(ids, (0, count))
+            place = torch.tensor(rows.columns, device=ids.device)[:, None] + torch.arange(count, device=ids.device)
+            ids = ids.scatter(1, place, drafted.to(ids))
+        process = self.verifier.process
+        scores = process(logits[:, None].to(rows.device), None, ids, columns, rows.original)[:, 0]
+        if not self.config.do_sample:
+            return scores.argmax(dim=-1), None
+        # A row in which the processors left none of the draft's tokens has no q, and gets a token that counts as none.
+        q = scores.softmax(dim=-1).nan_to_num(0.0)
+        return torch.multinomial(torch.where(q.sum(dim=-1, keepdim=True) > 0, q, 1.0), 1)[:, 0], q
 
     def _round(self) -> None:
         rows, generator, stats = self.rows, self.generator, self.stats
@@ -298,6 +316,8 @@ class _Session:
                 self.stats.count_round(drafted, size, taken, len(tokens))
                 self.stats.candidates_per_round = max(self.stats.candidates_per_round, size + 1)
             if self.streamer is not None:
+                if tree is not None and hasattr(self.streamer, "put_tree"):
+                    self.streamer.put_tree(tree)
                 if hasattr(self.streamer, "put_block"):
                     self.streamer.put_block(tokens, taken)
                 else:

@@ -20,6 +20,8 @@ class DraftingOptions:
             `tree_top_k * num_assistant_tokens`.
         tree_paths: a static tree as child-rank paths, e.g. `[(0,), (1,), (0, 0)]`; excludes the three above but the
             threshold.
+        draft_sampling: "greedy" drafts the likeliest tokens; "sample" draws each from the draft's distribution, after
+            the same processors as the target's, when `generate()` samples. Both are exact. "sample" is for chains.
     """
 
     num_assistant_tokens: int = 4
@@ -27,6 +29,7 @@ class DraftingOptions:
     tree_top_k: int = 1
     tree_total_tokens: int | None = None
     tree_paths: Sequence[Sequence[int]] | None = None
+    draft_sampling: str = "greedy"
 
     @staticmethod
     def shared_names() -> tuple[str, ...]:
@@ -54,6 +57,10 @@ class DraftingOptions:
 
     def check(self) -> None:
         """Raise `ValueError` on a value that can't be meant."""
+        if self.draft_sampling not in ("greedy", "sample"):
+            raise ValueError(f"draft_sampling must be 'greedy' or 'sample', got {self.draft_sampling!r}")
+        if self.draft_sampling == "sample" and not self.is_chain:
+            raise ValueError("draft_sampling='sample' drafts chains: set tree_top_k=1 and no tree_paths, or 'greedy'")
         for name in ("num_assistant_tokens", "tree_top_k", "tree_total_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):

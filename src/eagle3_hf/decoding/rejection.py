@@ -1,10 +1,10 @@
 """Rejection samplers for chains: which drafted tokens stay, and which token follows them.
 
 The rule is that of Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318): a draft token `x`, drawn
-from `q`, stays with probability `min(1, p(x) / q(x))`; at the first one that doesn't, the token comes from the residual
-`(p - q)+`, normalised; when all stay, one more token comes from `p`. What comes out is distributed as `p`, whatever `q`.
-Two special cases need no code of their own: a draft that always proposes the same token there has a one-hot `q`, and a
-greedy row has a one-hot `p`.
+from `q`, stays with probability `min(1, p(x) / q(x))`; at the first one that doesn't, the token comes from the
+residual `(p - q)+`, normalised; when all stay, one more token comes from `p`. What comes out is distributed as `p`,
+whatever `q` is. Two special cases are the same rule: a draft that always proposes the same token there has a one-hot
+`q`, and a greedy row has a one-hot `p`.
 
 Everything here is batch first, free of host synchronisation, of shapes that depend on values, and of `cumprod`,
 `nonzero` and boolean indexing, so it compiles as one graph and lowers to XLA. Randomness may be passed in ([`Draws`]),
@@ -235,7 +235,10 @@ def rejection_sample_flat(
 
 
 def warp_rows(
-    scores: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor | None = None, top_p: torch.Tensor | None = None
+    scores: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Temperature, top-k and top-p with a value for each row, in that order, as transformers' warpers do each.
 

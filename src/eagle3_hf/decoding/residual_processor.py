@@ -49,7 +49,9 @@ class RejectionLogitsProcessor(LogitsProcessor):
         if self.length is not None and input_ids.shape[1] != self.length:
             return scores
         if scores.shape[0] != self.rejected.shape[0]:
-            raise ValueError(f"rejected tokens were given for {self.rejected.shape[0]} rows, scores have {scores.shape[0]}")
+            raise ValueError(
+                f"rejected tokens were given for {self.rejected.shape[0]} rows, scores have {scores.shape[0]}"
+            )
         probs = scores.float().softmax(dim=-1)
         q = None if self.draft_probs is None else self.draft_probs.to(probs)
         for child in self.rejected.to(scores.device).unbind(dim=1):

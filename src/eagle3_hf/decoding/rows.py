@@ -94,9 +94,12 @@ class Rows:
             # In steps: max_length may be far more than is ever used.
             more = min(max(missing, _BLOCK), self.max_length - self.ids.shape[1])
             self.ids = torch.nn.functional.pad(self.ids, (0, more), value=self.pad)
+        rows = [i for i, tokens in enumerate(blocks) for _ in tokens]
+        columns = [column + j for column, tokens in zip(self.columns, blocks) for j in range(len(tokens))]
+        at = torch.tensor([rows, columns], dtype=torch.long, device=self.device)
+        new = [token for tokens in blocks for token in tokens]
+        self.ids[at[0], at[1]] = torch.tensor(new, dtype=self.ids.dtype, device=self.device)
         for i, tokens in enumerate(blocks):
-            start = self.columns[i]
-            self.ids[i, start : start + len(tokens)] = torch.tensor(tokens, dtype=self.ids.dtype, device=self.device)
             self.columns[i] += len(tokens)
             self._generated[self.original[i]] += tokens
         going = [i for i, ended in enumerate(done) if not ended]

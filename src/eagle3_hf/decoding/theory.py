@@ -85,7 +85,9 @@ def speedup(acceptance: float, drafted: int, draft_cost: float, verify_cost: flo
     return expected_tokens(acceptance, drafted) / (drafted * draft_cost + verify_cost)
 
 
-def best_drafted(acceptance: float, draft_cost: float, verify_costs: Sequence[float] | None = None, most: int = 32) -> int:
+def best_drafted(
+    acceptance: float, draft_cost: float, verify_costs: Sequence[float] | None = None, most: int = 32
+) -> int:
     """The number of draft tokens with the largest [`speedup`]; 0 means that drafting doesn't pay.
 
     Args:

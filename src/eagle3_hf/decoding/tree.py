@@ -20,6 +20,8 @@ class DraftTree:
         ancestors: bool `[batch, nodes, nodes]`, `[b, n, m]` True where `m` is `n` or one of its ancestors.
         max_depth: the deepest level any node has.
         is_chain: node `n` is at depth `n` in every row, with parent `n - 1`.
+        draft_probs: float32 `[batch, nodes, vocab]`, what each node's child was drawn from, over the target's
+            vocabulary; zeros where there is none. `None` for drafts that weren't drawn.
     """
 
     tokens: torch.Tensor
@@ -28,6 +30,7 @@ class DraftTree:
     ancestors: torch.Tensor
     max_depth: int
     is_chain: bool = False
+    draft_probs: torch.Tensor | None = None
 
     @property
     def size(self) -> int:

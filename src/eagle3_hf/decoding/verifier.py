@@ -12,6 +12,7 @@ from ..compat import accepts, cache_argument
 from .cache import SpeculativeCache
 from .masks import TargetMasks, visibility
 from .processing import NodeProcessor
+from .rejection_tree import select_sampled
 from .rows import Rows
 from .tree import DraftTree
 from .verification import accept, select_tokens
@@ -119,6 +120,8 @@ class Verifier:
         raw = logits.to(torch.float32, copy=bool(self.process.steps) and logits.dtype == torch.float32)
         raw = raw.to(rows.device)
         scores = self.process(raw, tree, rows.ids, rows.columns, rows.original)
+        if tree is not None and tree.draft_probs is not None:
+            return raw, scores, select_sampled(tree, scores.softmax(dim=-1), tree.draft_probs)
         return raw, scores, select_tokens(scores, self.do_sample)
 
     def accept(self, tree: DraftTree | None, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn import functional as F
 
@@ -62,7 +60,7 @@ def best_token(state: torch.Tensor, weights: Weights, config: Eagle3Config) -> t
         state = rms_norm(state, weights["norm.weight"], config.rms_norm_eps)
     best = linear(state, weights, "lm_head").argmax(dim=-1)
     # One table of target ids: on the device a look-up is cheaper than adding an offset that was looked up.
-    return F.embedding(best, weights["draft_to_target"][:, None])[..., 0]
+    return weights["draft_to_target"].index_select(0, best.flatten()).view(best.shape)
 
 
 def context(
@@ -90,9 +88,7 @@ def context(
     """
     steps = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     places = positions[:, None] + steps
-    step = make_step(
-        places, steps < counts[:, None], weights, shape, memory[0].shape[2], read, memory[0].dtype
-    )
+    step = make_step(places, steps < counts[:, None], weights, shape, memory[0].shape[2], read, memory[0].dtype)
     hidden, new = decoder(tokens, fuse(features, weights, config), weights, config, shape, step, memory)
     last = (counts.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
     state = hidden.gather(1, last)
@@ -140,9 +136,7 @@ def propose(
 
     What the steps write lies past the real text and is overwritten by the next round's context pass.
     """
-    token, state, memory = context(
-        tokens, features, positions, counts, weights, config, shape, read, memory
-    )
+    token, state, memory = context(tokens, features, positions, counts, weights, config, shape, read, memory)
     drafts = [token]
     last = positions + counts - 1
     for depth in range(1, draft_tokens):

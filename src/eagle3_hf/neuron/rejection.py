@@ -34,9 +34,7 @@ def choose(
     return torch.where(greedy[..., 0], likeliest, drawn.to(torch.int32))
 
 
-def reject(
-    drafts: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reject(drafts: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep drafted tokens up to the first that isn't the target's own choice.
 
     For a draft that proposes one fixed token a place this is exact for sampling as well: a token is kept with just

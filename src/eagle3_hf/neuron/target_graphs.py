@@ -28,7 +28,8 @@ def decoder(
         `[batch, n, len(aux_layers) * hidden]`, and the new memory.
     """
     hidden = F.embedding(ids.long(), weights["model.embed_tokens.weight"])
-    states, new = {}, []
+    states: dict[int, torch.Tensor] = {}
+    new: list[torch.Tensor] = []
     for i in range(shape.num_layers):
         states[i] = hidden
         name = f"model.layers.{i}"
@@ -64,9 +65,7 @@ def prefill(
     """
     batch, size = ids.shape
     positions = torch.arange(size, dtype=torch.int32, device=ids.device).expand(batch, -1)
-    step = make_step(
-        positions, positions < lengths[:, None], weights, shape, memory[0].shape[2], size, memory[0].dtype
-    )
+    step = make_step(positions, positions < lengths[:, None], weights, shape, memory[0].shape[2], size, memory[0].dtype)
     state, aux, new = decoder(ids, weights, shape, aux_layers, step, memory)
     last = (lengths.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, state.shape[2])
     logits = linear(state.gather(1, last), weights, "lm_head")

@@ -1,0 +1,188 @@
+"""The folder an export writes: graphs, weights, configs, and a manifest that vouches for all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from .. import __version__
+from .backends import Backend
+from .config import CONFIG_FILE, Eagle3NeuronConfig
+from .families import Models
+from .specs import Graph, TensorSpec
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+_WEIGHTS = ("target", "draft")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled graph, as the manifest describes it; see `Graph` for the fields of the same name."""
+
+    file: str
+    sha256: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    memory: tuple[TensorSpec, ...]
+    weights: tuple[str, ...]
+    aliases: dict[int, int]
+    operators: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What was compiled, for what, and the hash of every file."""
+
+    compiled: Eagle3NeuronConfig
+    graphs: dict[str, Entry]
+    files: dict[str, str]
+    versions: dict[str, str]
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file."""
+    made = hashlib.sha256()
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            made.update(block)
+    return made.hexdigest()
+
+
+def _own_digest(content: dict[str, Any]) -> str:
+    rest = {key: value for key, value in content.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Iterable[Graph], backend: Backend) -> None:
+    """Compile `graphs` and write the whole folder; it must be empty or not exist yet.
+
+    Raises:
+        ValueError: the folder has something in it.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} isn't empty: choose another folder for the export")
+    (folder / "graphs").mkdir(parents=True, exist_ok=True)
+    (folder / "weights").mkdir()
+    (folder / "draft").mkdir()
+    models.target_config.save_pretrained(folder)
+    models.draft_config.save_pretrained(folder / "draft")
+    models.generation_config.save_pretrained(folder)
+    config.save_pretrained(folder)
+    for who in _WEIGHTS:
+        tensors = {name: tensor for name, tensor in models.stored.items() if name.startswith(f"{who}.")}
+        save_file(tensors, folder / "weights" / f"{who}.safetensors", metadata={"format": "pt"})
+    entries = {}
+    for graph in graphs:
+        path = folder / "graphs" / f"{graph.name}.{backend.suffix}"
+        counts = backend.compile(graph, models.stored, path)
+        entries[graph.name] = Entry(
+            file=path.relative_to(folder).as_posix(),
+            sha256=sha256(path),
+            inputs=graph.inputs,
+            outputs=graph.outputs,
+            memory=graph.memory,
+            weights=graph.weights,
+            aliases=graph.aliases,
+            operators=counts,
+        )
+    others = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "graphs")
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "versions": {
+            "eagle3_hf": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "safetensors": safetensors.__version__,
+            "python": platform.python_version(),
+        },
+        "compiled": config.to_dict(),
+        "graphs": {name: asdict(entry) for name, entry in entries.items()},
+        # neuron_config.json isn't hashed: it is compared entry by entry, which can say what was changed.
+        "files": {path.relative_to(folder).as_posix(): sha256(path) for path in others if path.name != CONFIG_FILE},
+    }
+    content = json.loads(json.dumps(content))
+    content["digest"] = _own_digest(content)
+    (folder / MANIFEST_FILE).write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _specs(values: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(value["name"], tuple(value["shape"]), value["dtype"]) for value in values)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest, without looking at the files it names.
+
+    Raises:
+        ValueError: none there, damaged, or of another format.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no exported model: it has no {MANIFEST_FILE}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(content, dict) or content.get("digest") != _own_digest(content):
+        raise ValueError(f"{path} is damaged: it isn't what the export wrote (its digest differs); export again")
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path} has format {content['format']}, this version of eagle3-hf reads {FORMAT}")
+    graphs = {}
+    for name, value in content["graphs"].items():
+        specs = {key: _specs(value[key]) for key in ("inputs", "outputs", "memory")}
+        graphs[name] = Entry(
+            file=value["file"],
+            sha256=value["sha256"],
+            weights=tuple(value["weights"]),
+            aliases={int(i): output for i, output in value["aliases"].items()},
+            operators=value["operators"],
+            **specs,
+        )
+    compiled = Eagle3NeuronConfig.from_dict(content["compiled"])
+    return Manifest(compiled, graphs, content["files"], content["versions"])
+
+
+def check_unchanged(config: Eagle3NeuronConfig, manifest: Manifest, where: str) -> None:
+    """ValueError if `config` asks for something else than what was compiled; it names each entry."""
+    asked, compiled = config.to_dict(), manifest.compiled.to_dict()
+    changed = [f"{key} {compiled[key]!r} -> {asked[key]!r}" for key in compiled if asked[key] != compiled[key]]
+    if changed:
+        raise ValueError(
+            f"{where} differs from what the graphs were compiled for ({', '.join(changed)}): these are fixed at "
+            "export, export again"
+        )
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that every file is there and is the one that was exported.
+
+    Raises:
+        ValueError: one is missing or has another hash; it is named.
+    """
+    wanted = dict(manifest.files) | {entry.file: entry.sha256 for entry in manifest.graphs.values()}
+    for name, digest in wanted.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{folder} is incomplete: {name} is missing")
+        if (has := sha256(path)) != digest:
+            raise ValueError(
+                f"{path} isn't the file that was exported: its sha256 is {has}, the manifest says {digest}"
+            )
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All weights under their stored names."""
+    weights: dict[str, torch.Tensor] = {}
+    for who in _WEIGHTS:
+        weights |= load_file(folder / "weights" / f"{who}.safetensors")
+    return weights

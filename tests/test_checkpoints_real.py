@@ -1,0 +1,66 @@
+"""The shipped SmolLM2 draft, exported to each layout and loaded back: the same text, the same acceptance."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from eagle3_hf import AutoEagle3Target, Eagle3DraftModel, resolve_model
+from eagle3_hf.checkpoints import FORMATS, export_draft
+from eagle3_hf.checkpoints.probe import probe_draft
+from eagle3_hf.cli.common import encode
+from eagle3_hf.cli.probe import _PROMPTS
+
+SHIPPED = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m-instruct" / "draft"
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not (SHIPPED / "config.json").is_file(), reason=f"no draft in {SHIPPED}"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> tuple[Any, Any]:
+    path = resolve_model("smollm2")
+    return AutoEagle3Target.from_pretrained(path, dtype=torch.float32), AutoTokenizer.from_pretrained(path)
+
+
+def acceptance(model: tuple[Any, Any], draft: Eagle3DraftModel, count: int, tokens: int) -> list[tuple[Any, ...]]:
+    target, tokenizer = model
+    found = []
+    for text in _PROMPTS[:count]:
+        inputs = encode(tokenizer, text, target.device)
+        out = target.generate(**inputs, assistant_model=draft, max_new_tokens=tokens, do_sample=False)
+        stats = target.speculation_stats
+        found.append((out.tolist(), stats.accepted, stats.drafted, stats.rounds))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "tokens"), [pytest.param(2, 12), pytest.param(10, 32, marks=pytest.mark.slow)], ids=["2", "10"]
+)
+def test_exports_accept_alike(count: int, tokens: int, model: tuple[Any, Any], tmp_path: Path):
+    shipped = Eagle3DraftModel.from_pretrained(SHIPPED, dtype="auto")
+    expected = acceptance(model, Eagle3DraftModel.from_pretrained(SHIPPED, dtype=torch.float32), count, tokens)
+    assert sum(accepted for _, accepted, _, _ in expected) > 0
+    for format in FORMATS:
+        export_draft(shipped, tmp_path / format, format)
+        again = Eagle3DraftModel.from_pretrained(tmp_path / format, dtype=torch.float32)
+        assert again.provenance.family == format
+        assert acceptance(model, again, count, tokens) == expected, format
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offset", [0, -1, 1])
+def test_probe(offset: int, model: tuple[Any, Any]):
+    target, tokenizer = model
+    ids = Eagle3DraftModel.from_pretrained(SHIPPED).config.aux_hidden_state_layers
+    draft = Eagle3DraftModel.from_pretrained(
+        SHIPPED, dtype=torch.float32, aux_hidden_state_layers=[i + offset for i in ids]
+    )
+    texts = [encode(tokenizer, text, target.device)["input_ids"] for text in _PROMPTS]
+    verdict = probe_draft(target, draft, texts, 64)
+    assert verdict.best == ("as loaded" if offset == 0 else f"aux ids {-offset:+d}"), verdict.text
