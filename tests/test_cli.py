@@ -283,7 +283,7 @@ def test_empty_prompt_file(tmp_path):
 
 def test_options_become_keywords():
     assert parse_tree("5:4:16") == (5, 4, 16)
-    assert drafting_options(3) == {"num_assistant_tokens": 3}
+    assert drafting_options(3) == {"num_assistant_tokens": 3, "tree_top_k": 1}
     assert drafting_options(None) == {}
     assert sampling_options(0.0, top_k=5) == {"do_sample": False}
     assert sampling_options(0.5, top_p=0.9) == {"do_sample": True, "temperature": 0.5, "top_p": 0.9}

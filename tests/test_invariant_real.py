@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DRAFT = Path(os.environ.get("EAGLE3_HF_TEST_DRAFT") or ROOT / "recipes" / "smollm2-135m-instruct" / "draft")
 PROMPTS = ROOT.parent / "shared" / "data" / "prompts" / "mt_bench.jsonl"
 COUNT, NEW_TOKENS = 50, 64
-SHAPES = {"chain": {"num_assistant_tokens": 3}, "tree": {"num_assistant_tokens": 3, "tree_top_k": 2}}
+SHAPES = {"chain": {"num_assistant_tokens": 3, "tree_top_k": 1}, "tree": {"num_assistant_tokens": 3, "tree_top_k": 2}}
 
 pytestmark = [
     pytest.mark.slow,

@@ -118,3 +118,16 @@ def test_optimum_cli(folders, tmp_path):
     missing = subprocess.run([*command[:-1], "--num_cores", "2", str(tmp_path / "two")], env=environment,
                              capture_output=True, text=True)  # fmt: skip
     assert missing.returncode == 1 and missing.stderr.strip().splitlines()[-1].startswith("error: tensor_parallel")
+
+
+@pytest.mark.neuron
+def test_on_a_neuron_device(folders, tmp_path):
+    """Never run so far: needs torch_neuronx, neuronx-cc and a device."""
+    from eagle3_hf.neuron import Eagle3NeuronModelForCausalLM
+    from eagle3_hf.neuron.validation import compare
+
+    options = ["neuron" if value == "torch-export" else value for value in OPTIONS]
+    result = _run(*folders, *options, tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    target, _ = make_pair()
+    assert compare(Eagle3NeuronModelForCausalLM.from_pretrained(tmp_path / "out"), target) == 32

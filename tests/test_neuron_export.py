@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from support import make_draft, make_target, prompts
 
 from eagle3_hf.neuron import Eagle3NeuronConfig, Eagle3NeuronModelForCausalLM
 from eagle3_hf.neuron.artefact import read_manifest, sha256
+from eagle3_hf.neuron.backends.torch_export import trace
+from eagle3_hf.neuron.families import take_apart
+from eagle3_hf.neuron.specs import GraphTable
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 BATCH, LENGTH, DRAFTS = 2, 32, 2
@@ -23,7 +27,8 @@ BATCH, LENGTH, DRAFTS = 2, 32, 2
 ALLOWED = {
     "__or__", "_assert_tensor_metadata", "add", "alias", "arange", "argmax", "bitwise_not", "cat", "chunk", "clamp",
     "cos", "cumsum", "embedding", "eq", "expand", "flatten", "full_like", "gather", "getitem", "index_select", "le",
-    "linear", "lt", "mean", "mul", "ne", "neg", "repeat", "reshape", "rsqrt", "scaled_dot_product_attention",
+    "linear", "lt", "mean", "mul", "ne", "neg", "ones_like", "repeat", "reshape", "rsqrt",
+    "scaled_dot_product_attention",
     "scatter", "select", "silu", "sin", "slice", "square", "stack", "sub", "sum", "to", "transpose", "unsqueeze",
     "view", "where",
 }  # fmt: skip
@@ -89,6 +94,18 @@ def test_only_operators_that_lower(exported):
     short = {name.split(".")[1] if name.startswith("aten.") else "getitem" for name in found}
     assert short <= ALLOWED
     assert {"scatter", "argmax", "cumsum"} <= short
+
+
+def test_lowers_to_stablehlo(pair, exported):
+    """Run where torch-mlir is installed: what a compiler for devices takes, with nothing left to PyTorch."""
+    fx = pytest.importorskip("torch_mlir.fx", reason="torch-mlir isn't installed here")
+    graphs = GraphTable(take_apart(*pair), Eagle3NeuronConfig.from_pretrained(exported)).all()
+    stored = take_apart(*pair).stored
+    for graph in graphs:
+        text = str(fx.export_and_import(trace(graph, stored), output_type="stablehlo"))
+        dialects = set(re.findall(r"= \"?([a-z_]+)\.[a-z_]+", text))
+        assert "stablehlo" in dialects and dialects <= {"stablehlo", "arith"}, graph.name
+        assert not re.search(r"tensor<[^>]*\?", text) and "custom_call" not in text, graph.name
 
 
 _FRESH = """

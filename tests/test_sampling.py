@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def models():
-    target = make_target("llama", seed=3, vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25)
+    target = make_target("llama", seed=4, vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25)
     return target, make_draft(target, seed=2)
 
 

@@ -76,9 +76,7 @@ def test_a_row_that_ends_with_its_first_token(llama, llama_draft, shape):
         assert_same_as_plain(llama, llama_draft, inputs, SHAPES[shape], rate=0.9, **options)
     # All of them.
     firsts = [plain_tokens(llama, inputs, 1, row)[0] for row in range(4)]
-    stats = assert_same_as_plain(
-        llama, llama_draft, inputs, SHAPES[shape], eos_token_id=firsts, pad_token_id=firsts[0]
-    )
+    stats = assert_same_as_plain(llama, llama_draft, inputs, SHAPES[shape], eos_token_id=firsts, pad_token_id=firsts[0])
     assert stats.rounds == 0
     assert stats.tau == 0.0
 
@@ -263,9 +261,7 @@ def test_rope_goes_on_past_the_position_limit(shape, batch):
     draft = make_draft(target)
     for seed in range(3):
         inputs = prompts(batch, 14, seed)
-        stats = assert_same_as_plain(
-            target, draft, inputs, SHAPES[shape], rate=0.95, seed=seed, max_new_tokens=36
-        )
+        stats = assert_same_as_plain(target, draft, inputs, SHAPES[shape], rate=0.95, seed=seed, max_new_tokens=36)
         assert stats.accepted > 0
         # Speculation ends at the limit: then each round gives one token.
         assert stats.rounds >= sum(length + 36 - 24 - 1 for length in inputs["attention_mask"].sum(1).tolist())

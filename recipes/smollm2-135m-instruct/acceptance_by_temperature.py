@@ -51,7 +51,7 @@ def main() -> None:
                 )
                 target.generate(
                     **inputs, **sampling, max_new_tokens=args.new_tokens, assistant_model=draft,
-                    num_assistant_tokens=args.K, draft_sampling=kind,
+                    num_assistant_tokens=args.K, tree_top_k=1, draft_sampling=kind,
                 )  # fmt: skip
                 stats.merge(target.speculation_stats)
             rows.append({"temperature": temperature, "draft_sampling": kind, **stats.as_dict()})

@@ -18,7 +18,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "decoder_layers")
-_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "out_norm")
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "out_norm", "layer_norm")
 _INNER_MODELS = ("model", "language_model", "text_model", "decoder", "transformer", "gpt_neox", "backbone")
 
 

@@ -108,6 +108,9 @@ class Eagle3Config(PretrainedConfig):
         self._check()
         # An EAGLE-3 head is never tied: tied flags copied from a target's config would overwrite a trained head.
         kwargs.pop("tie_word_embeddings", None)
+        # The target's special tokens, where given: pipelines compare them, and 5.x has no such attributes by default.
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            kwargs.setdefault(name, None)
         super().__init__(tie_word_embeddings=False, **kwargs)
 
     def _check(self) -> None:

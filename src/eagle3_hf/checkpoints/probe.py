@@ -37,6 +37,9 @@ class Reading:
         second: the same for its second token, where the first was right.
         places: how many places `first` was measured at.
         second_places: how many places `second` was measured at.
+        log_prob: mean log-probability that the draft gives the target's token; tells readings apart long before the
+            shares do.
+        log_probs: the same for each place whose token the draft vocabulary has.
         right: for each place, whether the first token was right.
     """
 
@@ -47,6 +50,8 @@ class Reading:
     second: float
     places: int
     second_places: int
+    log_prob: float
+    log_probs: tuple[float, ...] = field(repr=False)
     right: tuple[bool, ...] = field(repr=False)
 
 
@@ -107,7 +112,7 @@ def probe_draft(
     verdict = Verdict([_measure(draft, texts, ids, "as loaded", {})])
     for each in wanted[1:]:
         verdict.readings.append(_measure(draft, texts, each, f"aux ids {each[0] - ids[0]:+d}", {}))
-    best = max(verdict.readings, key=lambda reading: reading.first)
+    best = max(verdict.readings, key=lambda reading: reading.log_prob)
     best_ids = best.ids if _better(best, verdict.readings[0]) else ids
     for name in ("norm_before_residual", "norm_output"):
         if name == "norm_output" and not draft.config.final_norm:
@@ -158,6 +163,10 @@ def _measure(
 ) -> Reading:
     first: list[bool] = []
     second: list[bool] = []
+    log_probs: list[float] = []
+    row_of = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
+    rows = torch.arange(draft.config.draft_vocab_size, device=draft.d2t.device)
+    row_of[draft.draft_to_target(rows)] = rows
     for text in texts:
         features = torch.cat([text.states[i] for i in ids], dim=-1).to(draft.fc.weight)
         tokens = text.ids.to(features.device)
@@ -168,12 +177,18 @@ def _measure(
         right = draft.draft_to_target(logits.argmax(dim=-1)) == answers[1:]
         places = range(text.start, len(right))
         first += [bool(right[t]) for t in places]
+        known = row_of[answers[1:]]
+        scores = logits.float().log_softmax(dim=-1).gather(1, known.clamp(min=0)[:, None])[:, 0]
+        log_probs += scores[text.start :][known[text.start :] >= 0].tolist()
         # The second token needs its own short pass for each place, so only some places are taken.
         able = [t for t in places if right[t] and t + 2 < tokens.shape[1]]
         for t in able[:: max(1, len(able) // _STEPS_PER_TEXT)]:
             if int(tokens[0, t + 2]) == int(answers[t + 1]):
                 second.append(_second(draft, features, embeds, t, answers))
-    return Reading(name, ids, changes, _share(first), _share(second), len(first), len(second), tuple(first))
+    mean = sum(log_probs) / max(len(log_probs), 1)
+    return Reading(
+        name, ids, changes, _share(first), _share(second), len(first), len(second), mean, tuple(log_probs), tuple(first)
+    )
 
 
 def _second(
@@ -203,10 +218,18 @@ def _noise(share: float, places: int) -> float:
 
 
 def _lead(reading: Reading, other: Reading) -> float:
-    """By how many standard errors `reading` is better than `other`, counted at the places where they differ."""
-    gains = sum(mine and not theirs for mine, theirs in zip(reading.right, other.right))
-    losses = sum(theirs and not mine for mine, theirs in zip(reading.right, other.right))
-    return (gains - losses) / math.sqrt(max(gains + losses, 1))
+    """By how many standard errors `reading` is better than `other`, place by place.
+
+    Probabilities tell near readings apart, right and wrong tokens survive a few wild probabilities: the clearer counts.
+    """
+
+    def paired(mine: tuple, theirs: tuple) -> float:
+        gains = torch.tensor(mine, dtype=torch.double) - torch.tensor(theirs, dtype=torch.double)
+        if len(gains) < 2 or not gains.any():
+            return 0.0
+        return float(gains.mean() / (gains.std() / math.sqrt(len(gains))).clamp(min=1e-9))
+
+    return max(paired(reading.log_probs, other.log_probs), paired(reading.right, other.right))
 
 
 def _better(reading: Reading, other: Reading) -> bool:
@@ -217,12 +240,12 @@ def _judge(verdict: Verdict, ids: tuple[int, ...]) -> None:
     loaded = verdict.readings[0]
     # `norm_output` changes nothing before the second token, so it is judged by that one alone.
     early = [reading for reading in verdict.readings if "norm_output" not in reading.changes]
-    best = max(early, key=lambda reading: reading.first)
+    best = max(early, key=lambda reading: reading.log_prob)
     # Shifted ids alone are the simpler explanation, unless a norm adds more than chance does.
     simpler = [reading for reading in early if reading.ids == best.ids and not reading.changes]
     if simpler and not _better(best, simpler[0]):
         best = simpler[0]
-    if best.first < _HOPELESS:
+    if max(reading.first for reading in early) < _HOPELESS:
         verdict.best = "none"
         verdict.text = (
             f"no reading of this draft predicts the target (best: {best.name}, {best.first:.2f}). Neither aux ids nor "
@@ -236,8 +259,9 @@ def _judge(verdict: Verdict, ids: tuple[int, ...]) -> None:
         fixes += [f"{name}={value}" for name, value in best.changes.items()]
         cause = "the aux ids are off" if best.ids != ids else f"{next(iter(best.changes))} is read wrong"
         verdict.text = (
-            f"{cause}: with {best.name} the first token is right at {best.first:.2f} of the places, as loaded at "
-            f"{loaded.first:.2f}. Load it with {', '.join(fixes)}"
+            f"{cause}: with {best.name} the first token is right at {best.first:.3f} of the places (mean "
+            f"log-probability {best.log_prob:.3f}), as loaded at {loaded.first:.3f} ({loaded.log_prob:.3f}). "
+            f"Load it with {', '.join(fixes)}"
         )
         return
     output = next((reading for reading in verdict.readings if "norm_output" in reading.changes), None)

@@ -38,14 +38,14 @@ def _default_prompts() -> Path:
     return root.parent / "shared" / "data" / "prompts" / "mt_bench.jsonl"
 
 
-def _methods(draft_tokens: list[int], trees: list[str], draft: Any, packed: bool) -> list[Method]:
+def _methods(draft_tokens: list[int], trees: list[str], packed: bool) -> list[Method]:
     from .measure import PACKED, PLAIN, Method
 
     methods = [Method(PLAIN, "plain")]
     if packed:
         methods.append(Method(PACKED, "packed"))
     if not draft_tokens and not trees:
-        draft_tokens = [draft.generation_config.num_assistant_tokens]
+        methods.append(Method("EAGLE-3", "eagle3", {}))
     methods += [Method(f"K={k}", "eagle3", drafting_options(k)) for k in dict.fromkeys(draft_tokens)]
     methods += [Method(f"tree {tree}", "eagle3", drafting_options(None, tree)) for tree in dict.fromkeys(trees)]
     return methods
@@ -155,7 +155,7 @@ def bench(
         # A second instance: nothing that speculation changes may reach the baseline.
         untouched = AutoModelForCausalLM.from_pretrained(loaded.target_path, dtype=pick_dtype(dtype)).to(device).eval()
         packed = any(isinstance(module, PackedLinear) for module in loaded.target.modules())
-        methods = _methods(draft_tokens or [], trees or [], loaded.draft, packed)
+        methods = _methods(draft_tokens or [], trees or [], packed)
         inputs = [encode(loaded.tokenizer, record["text"], device) for record in records]
         options = {**sampling_options(temperature), "max_new_tokens": max_new_tokens}
         run = Bench(untouched, loaded.target, loaded.draft, methods, options, seed, repeats)

@@ -16,7 +16,12 @@ DraftOption = Annotated[
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
 DraftTokensOption = Annotated[
     int | None,
-    typer.Option("--num-assistant-tokens", "-K", min=1, help="Tokens drafted a round. Default: the draft's own."),
+    typer.Option(
+        "--num-assistant-tokens",
+        "-K",
+        min=1,
+        help="Draft a chain of K tokens a round. Default: the draft's own chain or tree.",
+    ),
 ]
 TreeOption = Annotated[
     str | None,
@@ -60,4 +65,5 @@ def drafting_options(draft_tokens: int | None, tree: str | None = None) -> dict[
             raise ValueError("--tree says K itself: don't pass -K too")
         depth, top_k, total = parse_tree(tree)
         return {"num_assistant_tokens": depth, "tree_top_k": top_k, "tree_total_tokens": total}
-    return {} if draft_tokens is None else {"num_assistant_tokens": draft_tokens}
+    # -K is a chain everywhere, also for a draft whose own way is a tree.
+    return {} if draft_tokens is None else {"num_assistant_tokens": draft_tokens, "tree_top_k": 1}

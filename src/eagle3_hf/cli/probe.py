@@ -57,20 +57,26 @@ def probe(
         verdict = probe_draft(loaded.target, loaded.draft, ids, new_tokens)
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("reading", "aux ids", "1st token", "2nd token", "places"):
+    for name in ("reading", "aux ids", "1st token", "2nd token", "log-prob.", "places"):
         table.add_column(name, no_wrap=True, justify="left" if name in {"reading", "aux ids"} else "right")
     for reading in verdict.readings:
         best = "bold green" if reading.name == verdict.best else None
         ids_text = " ".join(map(str, reading.ids))
         table.add_row(
-            reading.name, ids_text, f"{reading.first:.3f}", f"{reading.second:.3f}", str(reading.places), style=best
+            reading.name,
+            ids_text,
+            f"{reading.first:.3f}",
+            f"{reading.second:.3f}",
+            f"{reading.log_prob:.3f}",
+            str(reading.places),
+            style=best,
         )
     console.print(table)
     console.print(verdict.text, markup=False)
     if json_file is not None:
         record = asdict(verdict)
         for entry in record["readings"]:
-            del entry["right"]  # hundreds of flags
+            del entry["log_probs"], entry["right"]  # hundreds of numbers
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if not verdict.as_loaded_is_right:
         raise typer.Exit(1)

@@ -137,8 +137,7 @@ class _Session:
         if options.draft_sampling == "sample":
             self.generator.draw = self._draw
         text = text_config(target)
-        self._check_rotation(text)
-        self.max_position = getattr(text, "max_position_embeddings", None)
+        self.max_position = self._position_limit(text)
         if self.max_position is not None and options.max_nodes >= self.max_position:
             raise ValueError(
                 f"{options.max_nodes} draft tokens a round don't fit into the target's {self.max_position} positions"
@@ -157,7 +156,8 @@ class _Session:
             [[] for _ in range(batch)] if keep and config.output_logits else None
         )
 
-    def _check_rotation(self, text: Any) -> None:
+    def _position_limit(self, text: Any) -> int | None:
+        """Positions that nodes may take, or `None` for any number."""
         # Where RoPE changes with the length of the longest row, a forward of several tokens, or rows that advance by
         # different amounts, would rotate some of them otherwise than plain generation does.
         kind, place = rope_switch(text)
@@ -167,6 +167,9 @@ class _Session:
                 f"the target's {kind} RoPE rotates differently past position {place}, and the text may grow from "
                 f"{first} to {last} tokens: set max_new_tokens so that it stays below, or generate without a draft"
             )
+        limit = getattr(text, "max_position_embeddings", None)
+        # Nodes past the end of a row that is nearly done mustn't trip the change either.
+        return int(place) if kind == "longrope" and last <= place else limit
 
     def run(self) -> None:
         """Prefill, then rounds until every row has ended."""

@@ -117,7 +117,7 @@ class Eagle3NeuronModelForCausalLM:
             ImportError: the backend's packages are missing.
             ValueError: the pair can't be exported, or the folder isn't empty.
         """
-        backend = get_backend(neuron_config.backend)
+        backend = get_backend(neuron_config.backend, neuron_config.instance_type)
         keep = tempfile.TemporaryDirectory(prefix="eagle3-neuron-") if output is None else None
         folder = Path(keep.name if keep else os.fspath(output))  # type: ignore[arg-type]
         target, draft = load_pair(model_id, draft_model_id, neuron_config.dtype, token=token, revision=revision)

@@ -101,6 +101,9 @@ def verify(
     step = make_step(places, None, weights, shape, capacity, read, memory[0].dtype)
     state, aux, new = decoder(ids, weights, shape, aux_layers, step, memory)
     chosen = choose(linear(state, weights, "lm_head"), *sampling)
+    if ids.shape[1] == 1:
+        # Nothing to reject; and a compiler has no cumulative sum over no columns.
+        return chosen, torch.ones_like(positions), chosen, aux, new
     # A draft in the scratch slot wasn't read from a place of its own.
     out, count = reject(ids[:, 1:], chosen, places[:, 1:] < capacity - 1)
     return out, count, chosen, aux, new

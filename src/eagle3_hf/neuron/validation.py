@@ -41,7 +41,11 @@ def compare(exported: Eagle3NeuronModelForCausalLM, target: Any, new_tokens: int
     # No EOS: every row then has the full length, and rows can be compared one by one.
     answers = exported.generate(padded, mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=[])
     for text, answer in zip(rows, answers):
-        plain = target.generate(text[None], max_new_tokens=new_tokens, do_sample=False, eos_token_id=None)
+        # Without a mask, transformers would take prompt tokens equal to the pad id for padding.
+        whole = torch.ones_like(text[None])
+        plain = target.generate(
+            text[None], attention_mask=whole, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
+        )
         wanted = plain[0, len(text) :].tolist()
         if (has := answer[width:].tolist()[: len(wanted)]) != wanted:
             raise ValueError(f"the exported graphs don't write what the model writes: {has} instead of {wanted}")

@@ -14,7 +14,7 @@ _PLACES = {
 __all__ = ["Backend", "Runner", "get_backend"]
 
 
-def get_backend(name: str) -> Backend:
+def get_backend(name: str, instance_type: str | None = None) -> Backend:
     """The backend called `name`, checked to be usable here.
 
     Raises:
@@ -25,5 +25,6 @@ def get_backend(name: str) -> Backend:
         raise ValueError(f"backend must be one of {', '.join(_PLACES)}, got {name!r}")
     module, kind = _PLACES[name]
     backend: Backend = getattr(importlib.import_module(f".{module}", __name__), kind)()
+    backend.instance_type = instance_type
     backend.check_available()
     return backend

@@ -20,10 +20,12 @@ class Backend(ABC):
     Attributes:
         name: as in the configuration.
         suffix: of its files.
+        instance_type: AWS instance to compile for; `None` leaves it to the compiler.
     """
 
     name: str
     suffix: str
+    instance_type: str | None = None
 
     @abstractmethod
     def check_available(self) -> None:

@@ -62,7 +62,10 @@ class NeuronBackend(Backend):
         program = trace(graph, stored)  # first what can be checked without the compiler
         examples = [stored[name] for name in graph.weights]
         examples += [spec.zeros() for spec in (*graph.inputs, *graph.memory)]
-        compiled = tracer.trace(Flat(graph).eval(), tuple(examples), compiler_args=["--auto-cast=none"])
+        arguments = ["--auto-cast=none"]
+        if self.instance_type is not None:
+            arguments += ["--target", self.instance_type]
+        compiled = tracer.trace(Flat(graph).eval(), tuple(examples), compiler_args=arguments)
         torch.jit.save(compiled, path)
         return operators(program)
 
