@@ -340,7 +340,7 @@ def test_layers_in_an_unknown_place_are_found_by_attribute():
                           intermediate_size=48, max_position_embeddings=64, initializer_range=0.3)  # fmt: skip
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ValueError, match="4 decoder layers of BioGptForCausalLM.*layers_attribute"):
+    with pytest.raises(ValueError, match=r"4 decoder layers of BioGptForCausalLM.*layers_attribute"):
         enable_eagle3(model)
     with pytest.raises(ValueError, match=r"no ModuleList"):
         enable_eagle3(model, layers_attribute="biogpt.layer_norm")

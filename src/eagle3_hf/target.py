@@ -203,7 +203,7 @@ def _speculating_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]
 
 
 def _bare_instance(original: type[PreTrainedModel]) -> Any:
-    made = _speculating_class(original)
+    made: Any = _speculating_class(original)  # type: ignore[arg-type]
     return made.__new__(made)
 
 

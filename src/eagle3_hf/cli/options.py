@@ -20,7 +20,7 @@ DraftTokensOption = Annotated[
         "--num-assistant-tokens",
         "-K",
         min=1,
-        help="Draft a chain of K tokens a round. Default: the draft's own chain or tree.",
+        help="Draft a chain of K. Default: the draft's own chain or tree.",
     ),
 ]
 TreeOption = Annotated[
