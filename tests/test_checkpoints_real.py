@@ -11,9 +11,7 @@ from transformers import AutoTokenizer
 
 from eagle3_hf import AutoEagle3Target, Eagle3DraftModel, resolve_model
 from eagle3_hf.checkpoints import FORMATS, export_draft
-from eagle3_hf.checkpoints.probe import probe_draft
 from eagle3_hf.cli.common import encode
-from eagle3_hf.cli.probe import _PROMPTS
 
 SHIPPED = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m-instruct" / "draft"
 pytestmark = [
@@ -51,16 +49,3 @@ def test_exports_accept_alike(count: int, tokens: int, model: tuple[Any, Any], t
         again = Eagle3DraftModel.from_pretrained(tmp_path / format, dtype=torch.float32)
         assert again.provenance.family == format
         assert acceptance(model, again, count, tokens) == expected, format
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("offset", [0, -1, 1])
-def test_probe(offset: int, model: tuple[Any, Any]):
-    target, tokenizer = model
-    ids = Eagle3DraftModel.from_pretrained(SHIPPED).config.aux_hidden_state_layers
-    draft = Eagle3DraftModel.from_pretrained(
-        SHIPPED, dtype=torch.float32, aux_hidden_state_layers=[i + offset for i in ids]
-    )
-    texts = [encode(tokenizer, text, target.device)["input_ids"] for text in _PROMPTS]
-    verdict = probe_draft(target, draft, texts, 64)
-    assert verdict.best == ("as loaded" if offset == 0 else f"aux ids {-offset:+d}"), verdict.text

@@ -125,7 +125,7 @@ def test_blocks_say_what_was_drafted(llama, llama_draft, shape):
     assert blocks == [([token], 0) for token in plain[0, 9:].tolist()]
 
 
-def by_hand(answer: Sequence[int], planned: Sequence[Sequence[int]]) -> Any:
+def by_hand(planned: Sequence[Sequence[int]]) -> Any:
     """A draft generator that proposes `planned[i]` in round `i`, whatever its draft says."""
     from eagle3_hf import Eagle3CandidateGenerator
     from eagle3_hf.decoding.tree import chain
@@ -151,7 +151,7 @@ def test_counts_of_a_hand_made_run(llama, llama_draft, monkeypatch):
         [answer[9], wrong[10], answer[11]],  # one: two tokens (11)
         [answer[11], answer[12], answer[13]],  # room for two only: both and the bonus (14)
     ]
-    monkeypatch.setattr("eagle3_hf.decoding.loop.Eagle3CandidateGenerator", by_hand(answer, planned))
+    monkeypatch.setattr("eagle3_hf.decoding.loop.Eagle3CandidateGenerator", by_hand(planned))
     out = llama.generate(
         **inputs, do_sample=False, max_new_tokens=14, assistant_model=llama_draft, num_assistant_tokens=3
     )
@@ -171,16 +171,16 @@ def test_counts_of_a_hand_made_run(llama, llama_draft, monkeypatch):
 def test_counts_are_cut_at_an_eos_in_the_middle_of_a_block(llama, llama_draft, monkeypatch):
     inputs = prompts(1, 9)
     answer = llama.generate(**inputs, do_sample=False, max_new_tokens=14)[0, 9:].tolist()
-    assert answer[3] not in answer[:3]
-    # Four accepted, but the second of them is the end: two tokens count, both drafted, no bonus.
-    planned = [[(answer[1] + 1) % VOCAB] * 4, answer[2:6]]
-    monkeypatch.setattr("eagle3_hf.decoding.loop.Eagle3CandidateGenerator", by_hand(answer, planned))
-    options = {"max_new_tokens": 14, "eos_token_id": answer[3], "pad_token_id": PAD}
-    out = llama.generate(**inputs, do_sample=False, assistant_model=llama_draft, num_assistant_tokens=4, **options)
-    assert out[0, 9:].tolist() == answer[:4]
+    assert answer[5] not in answer[:5]
+    # Six are right, but the fourth of them is the end: four tokens count, all drafted, no bonus.
+    planned = [[(answer[1] + 1) % VOCAB] * 6, answer[2:8]]
+    monkeypatch.setattr("eagle3_hf.decoding.loop.Eagle3CandidateGenerator", by_hand(planned))
+    options = {"max_new_tokens": 14, "eos_token_id": answer[5], "pad_token_id": PAD}
+    out = llama.generate(**inputs, do_sample=False, assistant_model=llama_draft, num_assistant_tokens=6, **options)
+    assert out[0, 9:].tolist() == answer[:6]
     stats = llama.speculation_stats
-    assert (stats.rounds, stats.generated, stats.accepted, stats.drafted) == (2, 3, 2, 8)
-    assert stats.accepted_at == [1, 1, 0, 0]
+    assert (stats.rounds, stats.generated, stats.accepted, stats.drafted) == (2, 5, 4, 12)
+    assert stats.accepted_at == [1, 1, 1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -232,6 +232,15 @@ def test_confidence_threshold_drafts_less(llama):
             drafted[name, threshold] = stats.drafted / stats.rounds
     for name in ("chain", "dynamic"):
         assert drafted[name, 0.0] > drafted[name, 0.3] >= drafted[name, 0.6] > drafted[name, 0.999]
+    # Levels that were dropped aren't counted as drafted.
+    options = {
+        "do_sample": False,
+        "max_new_tokens": 9,
+        "assistant_model": draft,
+        "assistant_confidence_threshold": 0.999,
+    }
+    llama.generate(**prompts(1, 9), **options, **SHAPES["dynamic"])
+    assert sum(llama.speculation_stats.speculated) == llama.speculation_stats.drafted == 0
 
 
 def test_options_live_on_the_draft_and_on_disk(llama, tmp_path):

@@ -117,7 +117,7 @@ def load(target: str, draft: str | None, device: str, dtype: str, with_draft: bo
     enable_eagle3(model)  # packs, now that the weights are where they stay
     fitting = None
     if draft_path is not None:
-        fitting = Eagle3DraftModel.from_pretrained(draft_path, dtype=kind).to(device).eval()
+        fitting = Eagle3DraftModel.from_pretrained(draft_path, target=model, dtype=kind).to(device).eval()
         check_draft_fits(model, fitting)
     return Loaded(model, tokenizer, fitting, target_path, draft_path)
 

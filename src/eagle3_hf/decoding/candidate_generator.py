@@ -273,6 +273,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             index = kept.nonzero()[:, 0]
             place = torch.cat((kept.new_zeros(1, dtype=torch.long), kept.long().cumsum(0)))
             tokens, depths, parents = tokens[:, index], depths[:, index], place[parents[:, index]]
+            max_depth = int(depths.max()) if index.numel() else 0
         root = torch.zeros_like(roots[:, None])
         device = roots.device
         return from_parents(
