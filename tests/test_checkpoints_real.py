@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from eagle3_hf import AutoEagle3Target, Eagle3DraftModel, resolve_model
 from eagle3_hf.checkpoints import FORMATS, export_draft
 from eagle3_hf.cli.common import encode
+from eagle3_hf.cli.probe import _PROMPTS
 
 SHIPPED = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m-instruct" / "draft"
 pytestmark = [

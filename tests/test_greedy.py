@@ -26,6 +26,9 @@ from support import (
 from transformers import LogitsProcessor, WatermarkingConfig
 
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
 class RowProcessor(LogitsProcessor):
     """Bans a token that depends on the row's place in the batch and on what the row says so far."""
 

@@ -194,7 +194,7 @@ def test_identities(llama, llama_draft, shape, batch):
     assert sum(stats.accepted_at) == stats.accepted
     assert stats.speculated[0] <= stats.rounds
     assert all(a <= r <= s for a, r, s in zip(stats.accepted_at, stats.reached, stats.speculated))
-    assert stats.reached[1:] == stats.accepted_at[:-1] or shape != "chain" or cuts
+    assert all(reached <= accepted for reached, accepted in zip(stats.reached[1:], stats.accepted_at))
     assert stats.accepted <= stats.drafted <= stats.rounds * (stats.candidates_per_round - 1)
     assert stats.tau == stats.generated / stats.rounds
     parts = stats.prefill_seconds + stats.target_seconds + stats.draft_seconds
