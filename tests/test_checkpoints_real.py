@@ -32,7 +32,14 @@ def acceptance(model: tuple[Any, Any], draft: Eagle3DraftModel, count: int, toke
     found = []
     for text in _PROMPTS[:count]:
         inputs = encode(tokenizer, text, target.device)
-        out = target.generate(**inputs, assistant_model=draft, max_new_tokens=tokens, do_sample=False)
+        out = target.generate(
+            **inputs,
+            assistant_model=draft,
+            max_new_tokens=tokens,
+            do_sample=False,
+            num_assistant_tokens=4,
+            tree_top_k=1,  # exports carry weights and config, not how to draft
+        )
         stats = target.speculation_stats
         found.append((out.tolist(), stats.accepted, stats.drafted, stats.rounds))
     return found
