@@ -169,12 +169,14 @@ class OracleGenerator(Eagle3CandidateGenerator):
 
 
 @contextmanager
-def oracle(answers: Sequence[Sequence[int]], rate: float = 0.8, seed: int = 0) -> Iterator[None]:
+def oracle(
+    answers: Sequence[Sequence[int]], rate: float = 0.8, seed: int = 0, base: type = OracleGenerator, **more: Any
+) -> Iterator[Any]:
     """Let drafts know `answers` (texts without padding) and follow them at each level with probability `rate`."""
-    known = {"answers": answers, "rate": rate, "random": random.Random(seed)}
-    double = type("KnowingGenerator", (OracleGenerator,), known)
+    known = {"answers": answers, "rate": rate, "random": random.Random(seed), **more}
+    double = type("KnowingGenerator", (base,), known)
     with mock.patch("eagle3_hf.decoding.loop.Eagle3CandidateGenerator", double):
-        yield
+        yield double
 
 
 def texts_of(sequences: torch.Tensor, inputs: dict[str, torch.Tensor]) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import LAYERS, WINDOW, config_of, make_draft, make_target, prompts
+from support import LAYERS, WINDOW, config_of, make_target, prompts
 from transformers import DynamicCache
 
 from eagle3_hf import SpeculativeCache
@@ -377,25 +377,3 @@ def test_static_shapes():
 def test_bad_static_shapes(paths, words):
     with pytest.raises(ValueError, match=words):
         static_shape(paths)
-
-
-def test_proposed_trees_hold_the_drafts_best_tokens():
-    """The dynamic tree's first level and the static tree's ranks, against the draft's own logits."""
-    from eagle3_hf import Eagle3CandidateGenerator
-    from eagle3_hf.decoding.options import DraftingOptions
-
-    target = make_target("llama")
-    draft = make_draft(target)
-    ids = prompts(2, 6, ragged=False)["input_ids"]
-    features = torch.randn(2, 6, 96, generator=torch.Generator().manual_seed(0))
-    embeddings = target.get_input_embeddings()
-    with torch.no_grad():
-        logits = draft(features, inputs_embeds=embeddings(ids)).logits[:, -1]
-        ranked = draft.draft_to_target(logits.argsort(dim=-1, descending=True))
-        for options in ({"tree_top_k": 3}, {"tree_paths": [(0,), (2,), (1,), (2, 1)]}):
-            generator = Eagle3CandidateGenerator(draft, embeddings, DraftingOptions(num_assistant_tokens=2, **options))
-            generator.extend(features, ids, [6, 6])
-            tree = generator.propose(ids[:, -1], 2)
-            first = tree.depths == 1
-            for row in range(2):
-                assert sorted(tree.tokens[row][first[row]].tolist()) == sorted(ranked[row, :3].tolist())

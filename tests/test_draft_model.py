@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import CHAIN, DYNAMIC, LAYERS, STATIC, VOCAB, assert_same_as_plain, make_draft, prompts
+from support import CHAIN, DYNAMIC, STATIC, VOCAB, assert_same_as_plain, make_draft, prompts
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from eagle3_hf import Eagle3Config, Eagle3DraftModel, SpeculativeCache
@@ -86,7 +87,7 @@ def test_forward_and_cache(variant):
     torch.testing.assert_close(variant(**part(inputs, 0, 6)).logits, whole.logits[:, :6], atol=1e-4, rtol=1e-4)
     for cuts in ((0, 4, 10), (0, 1, 2, 7, 8, 9, 10)):
         theirs, ours = DynamicCache(), SpeculativeCache(variant.config.num_hidden_layers)
-        for start, end in zip(cuts, cuts[1:]):
+        for start, end in itertools.pairwise(cuts):
             ours.begin_write(None, end - start, batch=2)
             for cache in (theirs, ours):
                 step = variant(**part(inputs, start, end), cache=cache)
@@ -235,35 +236,3 @@ def test_positions_past_the_trained_length(llama):
     inputs = inputs_of(draft, length=40)
     assert torch.isfinite(draft(**inputs).logits).all()
     assert assert_same_as_plain(llama, draft, prompts(1, 30), CHAIN, max_new_tokens=30).accepted > 8
-
-
-def test_a_chain_follows_the_recurrence_by_hand(llama):
-    """What the generator drafts, against steps of the bare model with a cache of transformers' own."""
-    from eagle3_hf import Eagle3CandidateGenerator
-    from eagle3_hf.decoding.options import DraftingOptions
-
-    draft = make_draft(llama, num_hidden_layers=2, aux_hidden_state_layers=[0, 1, LAYERS])
-    embeddings = llama.get_input_embeddings()
-    ids = prompts(1, 7)["input_ids"]
-    features = torch.randn(1, 7, 96, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        generator = Eagle3CandidateGenerator(draft, embeddings, DraftingOptions(num_assistant_tokens=5))
-        generator.extend(features[:, :4], ids[:, :4], [4])
-        generator.propose(ids[:, 3], 5)  # its scratch must leave no trace
-        generator.extend(features[:, 4:], ids[:, 4:], [3])
-        drafted = generator.propose(ids[:, -1], 5).tokens[0, 1:].tolist()
-        cache = DynamicCache()
-        out = draft(features, inputs_embeds=embeddings(ids), cache=cache)
-        expected = []
-        for step in range(5):
-            expected.append(int(draft.draft_to_target(out.logits[0, -1].argmax())))
-            token = torch.tensor([[expected[-1]]])
-            # The last slot is position 6, and each recurrent step goes one further.
-            out = draft(
-                out.last_hidden_state[:, -1:],
-                inputs_embeds=embeddings(token),
-                position_ids=torch.tensor([[7 + step]]),
-                cache=cache,
-                recurrent=True,
-            )
-    assert drafted == expected

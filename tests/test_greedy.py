@@ -25,7 +25,6 @@ from support import (
 )
 from transformers import LogitsProcessor, WatermarkingConfig
 
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 

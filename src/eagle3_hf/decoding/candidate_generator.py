@@ -337,7 +337,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             return input_ids, None
         if not self.options.is_chain:
             raise ValueError("transformers' own assisted decoding takes chains only: set tree_top_k=1")
-        tree = self._chain(input_ids[:, -1], self.depth)
+        tree = self.propose(input_ids[:, -1], self.depth)
         return torch.cat((input_ids[:, :-1], tree.tokens), dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
