@@ -83,6 +83,9 @@ def test_forward_and_cache(variant):
     assert whole.logits.shape == (2, 10, variant.config.draft_vocab_size)
     assert whole.last_hidden_state.shape == (2, 10, variant.config.hidden_size)
     assert torch.isfinite(whole.logits).all()
+    state = whole.last_hidden_state
+    normed = state if variant.config.norm_output else variant.norm(state)
+    torch.testing.assert_close(variant.lm_head(normed), whole.logits)
     # Causal: what comes later doesn't matter.
     torch.testing.assert_close(variant(**part(inputs, 0, 6)).logits, whole.logits[:, :6], atol=1e-4, rtol=1e-4)
     for cuts in ((0, 4, 10), (0, 1, 2, 7, 8, 9, 10)):

@@ -247,11 +247,11 @@ def test_learned_positions_up_to_the_last_one(shape, limit):
     target = make_target("gpt2", n_positions=24)
     draft = make_draft(target)
     # The token after the last position is the last plain generation can give.
-    for batch, seed in ((1, 0), (1, 1), (3, 0)):
-        inputs = prompts(batch, 12, seed)
-        options = {"max_new_tokens": None, "max_length": limit}
-        stats = assert_same_as_plain(target, draft, inputs, SHAPES[shape], rate=1.0, seed=seed, **options)
-        assert stats.accepted > stats.rounds / 2
+    for batch, seed in ((1, 0), (3, 1), (3, 2), (3, 3)):
+        # Rows that lag are drafted for while others stand at the end of the table.
+        options = {"max_new_tokens": None, "max_length": limit, "rate": 1.0 if batch == 1 else 0.6}
+        stats = assert_same_as_plain(target, draft, prompts(batch, 12, seed), SHAPES[shape], seed=seed, **options)
+        assert stats.accepted > stats.rounds / 3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
