@@ -42,6 +42,16 @@ class Eagle3DraftOutput(ModelOutput):
     last_hidden_state: torch.Tensor | None = None
 
 
+class AttendingMemory:
+    """In place of a cache: past keys that also say how they are attended to (the steps of training)."""
+
+    def attend(
+        self, attention: Eagle3Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Keep new keys and values, attend: `[batch, heads, queries, head_dim]` to `[batch, queries, heads, ...]`."""
+        raise NotImplementedError
+
+
 class Eagle3Attention(nn.Module):
     """Grouped-query attention whose q/k/v read `input_size` features (2H in the first layer)."""
 
@@ -81,9 +91,11 @@ class Eagle3Attention(nn.Module):
         x: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: Cache | None,
+        cache: Cache | AttendingMemory | None,
     ) -> torch.Tensor:
         query, key, value = self.project(x, rope)
+        if isinstance(cache, AttendingMemory):
+            return self.o_proj(cache.attend(self, query, key, value).reshape(*x.shape[:-1], -1))
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         name = self.config._attn_implementation
@@ -149,7 +161,7 @@ class Eagle3DecoderLayer(nn.Module):
         hidden: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: Cache | None,
+        cache: Cache | AttendingMemory | None,
     ) -> torch.Tensor:
         x, residual = self.attention_input(embeds, hidden)
         return self.feed_forward(residual + self.self_attn(x, rope, attention_mask, cache))
