@@ -278,6 +278,17 @@ FIXTURES: dict[str, Fixture] = {
         "modelopt", modelopt({}, num_hidden_layers=2), full(layers=2, deep_norm="hidden_norm"), aux=[2, 4, 5],
         expect={"num_hidden_layers": 2},
     ),
+    "modelopt-no-aux": Fixture(
+        "modelopt", modelopt({"use_aux_hidden_state": False, AUX: []}), full("fc.weight"),
+        expect={"use_aux_hidden_state": False, "num_aux_hidden_states": 1},
+    ),
+    "modelopt-no-aux-no-hidden-norm": Fixture(
+        "modelopt", modelopt({"use_aux_hidden_state": False, AUX: []}),
+        lambda: {
+            name: t for name, t in full("fc.weight", first="layers.0")().items() if "hidden_norm" not in name
+        },
+        expect={"use_aux_hidden_state": False},
+    ),
     "angelslim": Fixture(
         "angelslim", llama(**ANGELSLIM, tie_word_embeddings=True), mapped(), aux=[2, 4, 5],
         expect={"tie_word_embeddings": False},

@@ -38,6 +38,8 @@ HOLDS = {
     "modelopt-norm-before-fc-boundary-ids": {"specforge", "speculators"},
     "modelopt-yarn": {"specforge", "speculators"},
     "modelopt-deep": {"speculators"},
+    "modelopt-no-aux": {"specforge"},
+    "modelopt-no-aux-no-hidden-norm": {"specforge"},
     "angelslim": {"eagle", "specforge", "speculators"},
     "angelslim-head-dim-trap": {"speculators"},
     "angelslim-multimodal-rope": {"eagle", "specforge", "speculators"},

@@ -57,14 +57,14 @@ LATENT = {"midlayer.self_attn.q_a_proj.weight": torch.zeros(4, 32), "fc.weight":
 EAGLE1 = {
     "fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), "layers.0.self_attn.q_proj.weight": torch.zeros(16, HIDDEN),
 }  # fmt: skip
-NO_AUX = base_tensors(draft_vocab=VOCAB)
+FULL = base_tensors(draft_vocab=VOCAB)
 REFUSED = {
     "mla": (llama(architectures=["Eagle3DeepseekV2ForCausalLM"], model_type="kimi_k2"), LATENT, "MLA drafts"),
     "p-eagle-tensor": (
         speculators(), {**mapped(first="layers.0")(), "mask_hidden": torch.zeros(HIDDEN)}, "P-EAGLE.*mask_hidden",
     ),
     "p-eagle-token": (llama(**SPECFORGE, pard_token=3), mapped()(), "P-EAGLE.*pard_token"),
-    "p-eagle-steps": (modelopt({"parallel_draft_step": 4}), NO_AUX, "P-EAGLE.*parallel_draft_step = 4"),
+    "p-eagle-steps": (modelopt({"parallel_draft_step": 4}), FULL, "P-EAGLE.*parallel_draft_step = 4"),
     "quantised-int8": (
         llama(**SPECFORGE), {**mapped()(), "midlayer.mlp.up_proj.weight": torch.zeros(24, 16, dtype=torch.int8)},
         "quantised drafts.*int8",
@@ -74,9 +74,8 @@ REFUSED = {
         {**mapped()(), "midlayer.mlp.up_proj.weight_scale": torch.ones(24, 1)},
         "quantised drafts.*compressed-tensors",
     ),
-    "no-aux": (
-        modelopt({"use_aux_hidden_state": False}),
-        {name: t for name, t in NO_AUX.items() if name != "fc.weight"}, "drafts without aux hidden states",
+    "no-aux-with-fc": (
+        modelopt({"use_aux_hidden_state": False}), FULL, "use_aux_hidden_state is false, but.*has fc.weight",
     ),
     "eagle-1": (llama(**EAGLE), EAGLE1, "EAGLE-1 or EAGLE-2"),
     "eagle-1-speculators": (speculators(speculators_model_type="eagle"), mapped()(), "speculators_model_type 'eagle'"),
@@ -93,8 +92,8 @@ REFUSED = {
         base_tensors(layers=2, draft_vocab=VOCAB) | {"midlayer.1.self_attn.q_proj.weight": torch.zeros(16, 32)},
         "next_layer_regular",
     ),
-    "eh-proj": (modelopt({"eh_proj_before_attn": True}), NO_AUX, "eh_proj_before_attn"),
-    "mtp-norm": (modelopt({"use_mtp_layernorm": True}), NO_AUX, "use_mtp_layernorm"),
+    "eh-proj": (modelopt({"eh_proj_before_attn": True}), FULL, "eh_proj_before_attn"),
+    "mtp-norm": (modelopt({"use_mtp_layernorm": True}), FULL, "use_mtp_layernorm"),
     "partial-rope": (llama(**EAGLE, partial_rotary_factor=0.5), mapped()(), "partial_rotary_factor 0.5"),
 }  # fmt: skip
 

@@ -70,7 +70,7 @@ def test_loads(fixture: Fixture, tmp_path: Path):
     assert torch.equal(draft.draft_to_target(torch.arange(count)), kept)
     assert draft.t2d.nonzero().flatten().equal(kept)
     # It runs, and the result is no NaN from a table left on the meta device.
-    features = torch.randn(1, 5, draft.fc.in_features)
+    features = torch.randn(1, 5, draft.feature_size)
     out = draft(features, inputs_embeds=torch.randn(1, 5, HIDDEN))
     assert out.logits.shape == (1, 5, count)
     assert out.logits.isfinite().all()
@@ -82,7 +82,7 @@ def test_computes_what_the_own_layout_computes(fixture: Fixture, tmp_path: Path)
     draft.save_pretrained(tmp_path / "own")
     own = Eagle3DraftModel.from_pretrained(tmp_path / "own")
     assert own.provenance.family == "transformers"
-    features, embeds = torch.randn(1, 5, draft.fc.in_features), torch.randn(1, 5, HIDDEN)
+    features, embeds = torch.randn(1, 5, draft.feature_size), torch.randn(1, 5, HIDDEN)
     for recurrent in (False, True):
         given = {"hidden_states": embeds if recurrent else features, "recurrent": recurrent}
         mine, theirs = (model(inputs_embeds=embeds, **given) for model in (draft, own))

@@ -1,7 +1,8 @@
 """Auxiliary hidden states: which ones, where a model's layers are, and how they are captured.
 
 One axis is used everywhere: id `i` is the **input** of decoder layer `i`, which is Hugging Face's
-`hidden_states[i]`; id `L` (the number of layers) is the input of the final norm, which `hidden_states[L]` is not.
+`hidden_states[i]`; id `L` (the number of layers) is the input of the final norm, which `hidden_states[L]` is not. That
+one, the final norm's output, is [`FINAL_STATE`]: no draft joins it with others, so it stands alone.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+FINAL_STATE = -1  # the output of the final norm, Hugging Face's hidden_states[-1]; read by drafts without aux states
 
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "decoder_layers")
 _FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f", "final_norm", "out_norm", "layer_norm")
@@ -41,15 +44,21 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def check_aux_layers(ids: Iterable[int], num_layers: int) -> tuple[int, ...]:
-    """Validate explicit ids: integers in `0..num_layers`, at least one, no repeats; the order is kept."""
+    """Validate explicit ids: integers in `0..num_layers`, at least one, no repeats; the order is kept.
+
+    `(FINAL_STATE,)` is valid too.
+    """
     ids = tuple(int(i) for i in ids)
+    if ids == (FINAL_STATE,):
+        return ids
     if not ids:
         raise ValueError("at least one aux layer id is needed")
     bad = [i for i in ids if not 0 <= i <= num_layers]
     if bad:
         raise ValueError(
             f"aux layer ids {bad} are outside 0..{num_layers}: the target has {num_layers} decoder layers "
-            f"(id i is the input of layer i, id {num_layers} the input of the final norm)"
+            f"(id i is the input of layer i, id {num_layers} the input of the final norm; {FINAL_STATE}, its output, "
+            "only alone)"
         )
     if len(set(ids)) != len(ids):
         raise ValueError(f"aux layer ids {list(ids)} repeat")
@@ -124,7 +133,7 @@ class AuxCapture:
         self._thread = threading.get_ident()
         self._modules = []
         for i in self.ids:
-            module = layers[i] if i < len(layers) else final_norm
+            module = layers[i] if 0 <= i < len(layers) else final_norm
             if module is None:
                 raise ValueError(f"aux layer id {i} needs the model's final norm, and none of a known name was found")
             self._modules.append((i, module))
@@ -132,8 +141,15 @@ class AuxCapture:
     def __enter__(self) -> AuxCapture:
         self._thread = threading.get_ident()
         for i, module in self._modules:
-            self._hooks.append(module.register_forward_pre_hook(self._recorder(i), with_kwargs=True))
+            if i == FINAL_STATE:
+                self._hooks.append(module.register_forward_hook(self._record_output))
+            else:
+                self._hooks.append(module.register_forward_pre_hook(self._recorder(i), with_kwargs=True))
         return self
+
+    def _record_output(self, module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if threading.get_ident() == self._thread:
+            self.states[FINAL_STATE] = output
 
     def _recorder(self, i: int):
         def record(module: nn.Module, args: tuple, kwargs: dict) -> None:

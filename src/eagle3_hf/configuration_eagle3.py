@@ -26,6 +26,8 @@ class Eagle3Config(PretrainedConfig):
         aux_hidden_state_layers: ids of the target states the draft reads; id `i` is the input of decoder layer `i`
             (`hidden_states[i]`), id `L` the input of the final norm. `None`: `(2, L//2, L-3)`.
         num_aux_hidden_states: how many of them, when `aux_hidden_state_layers` is `None`.
+        use_aux_hidden_state: `False`: there is no `fc`; the draft reads one target state as it is, the output of the
+            final norm unless `aux_hidden_state_layers` names another (NVIDIA's short-context gpt-oss heads).
         attention_bias, mlp_bias, fc_bias: biases of the linear layers.
         qk_norm: RMSNorm on each head's query and key (Qwen3-style drafts).
         norm_before_residual: the residual starts from `hidden_norm(x)` instead of `x`.
@@ -61,6 +63,7 @@ class Eagle3Config(PretrainedConfig):
         max_position_embeddings: int = 2048,
         aux_hidden_state_layers: list[int] | tuple[int, ...] | None = None,
         num_aux_hidden_states: int = 3,
+        use_aux_hidden_state: bool = True,
         attention_bias: bool = False,
         mlp_bias: bool = False,
         fc_bias: bool = False,
@@ -90,8 +93,11 @@ class Eagle3Config(PretrainedConfig):
         self.attention_dropout = attention_dropout
         self.max_position_embeddings = max_position_embeddings
         self.aux_hidden_state_layers = None if aux_hidden_state_layers is None else list(aux_hidden_state_layers)
+        self.use_aux_hidden_state = use_aux_hidden_state
         self.num_aux_hidden_states = (
-            num_aux_hidden_states if aux_hidden_state_layers is None else len(aux_hidden_state_layers)
+            (num_aux_hidden_states if use_aux_hidden_state else 1)
+            if aux_hidden_state_layers is None
+            else len(aux_hidden_state_layers)
         )
         self.attention_bias = attention_bias
         self.mlp_bias = mlp_bias
@@ -132,8 +138,25 @@ class Eagle3Config(PretrainedConfig):
                 f"hidden_size {self.hidden_size} differs from target_hidden_size {self.target_hidden_size}: such a "
                 "draft needs own_embeddings=True, the target's embeddings don't fit it"
             )
+        if not self.use_aux_hidden_state:
+            self._check_single_state()
         if self.num_hidden_layers < 1 or self.num_aux_hidden_states < 1:
             raise ValueError("num_hidden_layers and num_aux_hidden_states must be at least 1")
+
+    def _check_single_state(self) -> None:
+        needs_fc = [name for name in ("norm_before_fc", "fc_norm", "fc_bias") if getattr(self, name)]
+        if needs_fc:
+            raise ValueError(f"{', '.join(needs_fc)}: a draft with use_aux_hidden_state=False has no fc")
+        if self.num_aux_hidden_states != 1:
+            raise ValueError(
+                f"use_aux_hidden_state=False reads one target state, aux_hidden_state_layers names "
+                f"{self.num_aux_hidden_states}: {self.aux_hidden_state_layers}"
+            )
+        if self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"use_aux_hidden_state=False reads the target's state as it is: hidden_size {self.hidden_size} must be "
+                f"target_hidden_size {self.target_hidden_size}"
+            )
 
 
 AutoConfig.register(Eagle3Config.model_type, Eagle3Config, exist_ok=True)

@@ -191,7 +191,7 @@ class Eagle3DraftModel(PreTrainedModel):
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        features = config.num_aux_hidden_states * config.target_hidden_size
+        features = self.feature_size
         if config.own_embeddings:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.norm_before_fc:
@@ -202,7 +202,11 @@ class Eagle3DraftModel(PreTrainedModel):
                 for _ in range(config.num_aux_hidden_states)
             )
             self.fc_norm = nn.ModuleList(norms)
-        self.fc = nn.Linear(features, config.hidden_size, bias=config.fc_bias)
+        self.fc = (
+            nn.Linear(features, config.hidden_size, bias=config.fc_bias)
+            if config.use_aux_hidden_state
+            else nn.Identity()
+        )
         self.layers = nn.ModuleList(Eagle3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps) if config.final_norm else nn.Identity()
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -247,8 +251,13 @@ class Eagle3DraftModel(PreTrainedModel):
         self.d2t.copy_(target_ids - torch.arange(size, device=self.d2t.device))
         self.t2d.zero_()[target_ids] = True
 
+    @property
+    def feature_size(self) -> int:
+        """Width of the target features: `num_aux_hidden_states * target_hidden_size`."""
+        return self.config.num_aux_hidden_states * self.config.target_hidden_size
+
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Target features `[..., n_aux * target_hidden_size]` to draft states `[..., hidden_size]`."""
+        """Target features `[..., feature_size]` to draft states `[..., hidden_size]`."""
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
@@ -287,7 +296,7 @@ class Eagle3DraftModel(PreTrainedModel):
         """
         if kwargs:
             raise TypeError(f"Eagle3DraftModel.forward() doesn't know {sorted(kwargs)}")
-        width = self.config.hidden_size if recurrent else self.fc.in_features
+        width = self.config.hidden_size if recurrent else self.feature_size
         if hidden_states.shape[-1] != width:
             mode = "recurrent states" if recurrent else "target features"
             raise ValueError(f"{mode} must be {width} wide, got {hidden_states.shape[-1]}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
-from .aux_layers import AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
+from .aux_layers import FINAL_STATE, AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
 from .compat import accepts, cache_argument
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
@@ -145,7 +145,9 @@ def check_draft_fits(target: Any, draft: Eagle3DraftModel) -> tuple[int, ...]:
                 f"this draft doesn't fit {type(target).__name__}: it was made for a target with {what} {made_for}, "
                 f"the target's {what} is {has}"
             )
-    if target._eagle3_aux_layers is not None or config.aux_hidden_state_layers is None:
+    if target._eagle3_aux_layers is None and config.aux_hidden_state_layers is None and not config.use_aux_hidden_state:
+        ids: tuple[int, ...] = (FINAL_STATE,)
+    elif target._eagle3_aux_layers is not None or config.aux_hidden_state_layers is None:
         ids = target.get_eagle3_aux_hidden_state_layers()
     else:
         ids = check_aux_layers(config.aux_hidden_state_layers, text.num_hidden_layers)

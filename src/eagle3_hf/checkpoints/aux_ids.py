@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..aux_layers import FINAL_STATE
 from .provenance import AuxIds
 
 TOP = "eagle_aux_hidden_state_layer_ids"
 ANGELSLIM = "aux_hidden_states_layer_ids"
 _INPUT = "number i is the input of layer i"
+_FINAL = "false: the output of the target's final norm, read as it is"
 _OUTPUT = "number i is the output of layer i, the input of layer i+1"
 
 
@@ -55,6 +57,7 @@ def resolve_aux_ids(
     num_aux: int,
     num_layers: int | None = None,
     override: Iterable[int] | None = None,
+    single: bool = False,
 ) -> tuple[AuxIds, list[str]]:
     """Settle the aux ids of a checkpoint.
 
@@ -63,6 +66,7 @@ def resolve_aux_ids(
         num_aux: how many states its `fc` reads.
         num_layers: layers of the target, where known.
         override: the user's own ids, on this package's axis; they win.
+        single: the draft has no `fc` and reads one state, the target's last unless the user names another.
 
     Returns:
         The ids with their origin, and warnings.
@@ -74,6 +78,9 @@ def resolve_aux_ids(
     found = written_ids(config)
     if override is not None:
         made = AuxIds(tuple(int(i) for i in override), "caller", None, _INPUT)
+    elif single:
+        made = AuxIds((FINAL_STATE,), "use_aux_hidden_state", None, _FINAL)
+        warnings += [f"{key} = {list(ids)} is ignored: use_aux_hidden_state is false" for key, ids in found.items()]
     elif not found:
         if num_aux != 3:
             raise ValueError(
@@ -111,9 +118,14 @@ def resolve_aux_ids(
 def _check(made: AuxIds, num_aux: int, num_layers: int | None) -> None:
     ids = made.ids or ()
     if len(ids) != num_aux:
-        raise ValueError(f"{made.source} gives {len(ids)} aux ids {list(ids)}, but fc reads {num_aux} states")
+        raise ValueError(
+            f"{made.source} gives {len(ids)} aux ids {list(ids)}, but "
+            + (f"fc reads {num_aux} states" if num_aux > 1 else "the draft reads one state")
+        )
     if len(set(ids)) != len(ids):
         raise ValueError(f"{made.source} repeats an aux id: {list(ids)}")
+    if ids == (FINAL_STATE,):
+        return
     if min(ids) < 0 or (num_layers is not None and max(ids) > num_layers):
         raise ValueError(
             f"{made.source} gives aux ids {list(ids)} (as inputs), outside 0..{num_layers or 'the number of layers'} "

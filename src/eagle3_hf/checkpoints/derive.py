@@ -101,6 +101,9 @@ def _intermediate() -> str:
 
 
 def _widths(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tensor], num_ids: int | None) -> None:
+    if is_single_state(fields, weights):
+        _single_state(made, fields, weights)
+        return
     fc = _need(weights, "fc.weight")
     hidden = made.shape("hidden_size", fields.get("hidden_size"), fc.shape[0])
     norms = sum(name.startswith("fc_norm.") for name in weights)
@@ -139,11 +142,38 @@ def _widths(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
             f"the draft is {hidden} wide, its target {width}: such a checkpoint must bring embed_tokens.weight, and it "
             "is missing"
         )
+    _check_query(weights, hidden)
+
+
+def _check_query(weights: dict[str, torch.Tensor], hidden: int) -> None:
     query = _need(weights, f"{_LAYER}self_attn.q_proj.weight")
     if query.shape[1] != 2 * hidden:
         raise ValueError(
             f"{_LAYER}self_attn.q_proj.weight reads {query.shape[1]} features; an EAGLE-3 draft of width {hidden} "
             f"reads {2 * hidden} (embedding and state)"
+        )
+
+
+def is_single_state(fields: dict[str, Any], weights: dict[str, torch.Tensor]) -> bool:
+    """Whether this head reads the target's last state as it is; its config says so, and there is no `fc`."""
+    return fields.get("use_aux_hidden_state") is False and "fc.weight" not in weights
+
+
+def _single_state(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    hidden = made.shape(
+        "hidden_size", fields.get("hidden_size"), _need(weights, f"{_LAYER}mlp.gate_proj.weight").shape[1]
+    )
+    made.values["use_aux_hidden_state"] = False
+    made.shape("target_hidden_size", fields.get("target_hidden_size"), hidden)
+    made.values["num_aux_hidden_states"] = 1
+    made.values["own_embeddings"] = "embed_tokens.weight" in weights
+    _check_query(weights, hidden)
+    name = f"{_LAYER}hidden_norm.weight"
+    if name not in weights:
+        weights[name] = torch.ones_like(_need(weights, f"{_LAYER}post_attention_layernorm.weight", 1))
+        made.added[name] = "ones, as vLLM and SGLang fill it in"
+        made.warnings.append(
+            f"{name} is missing: the state is normalised without a weight, as vLLM and SGLang do it for such heads"
         )
 
 

@@ -11,10 +11,10 @@ import torch
 
 from ..modeling_eagle3 import Eagle3DraftModel
 from .aux_ids import TOP
-from .layout import Layout, dtype_name, exported_tensors, llama_fields, target_fields, vllm_line, write_json
+from .layout import WritableLayout, dtype_name, exported_tensors, llama_fields, target_fields, vllm_line, write_json
 
 
-class EagleLayout(Layout):
+class EagleLayout(WritableLayout):
     """yuhuili / SafeAILab. Known by its tensors alone: its architecture string is the plain Llama's."""
 
     name = "eagle"

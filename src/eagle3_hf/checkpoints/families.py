@@ -7,7 +7,7 @@ from typing import Any
 
 from .angelslim import AngelSlimLayout
 from .eagle import EagleLayout
-from .layout import Layout
+from .layout import Layout, WritableLayout
 from .modelopt import ModelOptLayout
 from .own import TransformersLayout
 from .specforge import SpecForgeLayout
@@ -21,9 +21,7 @@ LAYOUTS: tuple[Layout, ...] = (
     SpecForgeLayout(),
     EagleLayout(),
 )
-FORMATS: dict[str, Layout] = {
-    layout.name: layout for layout in LAYOUTS if layout.name in {"speculators", "specforge", "eagle", "transformers"}
-}
+FORMATS: dict[str, WritableLayout] = {layout.name: layout for layout in LAYOUTS if isinstance(layout, WritableLayout)}
 
 
 def is_own(config: dict[str, Any]) -> bool:

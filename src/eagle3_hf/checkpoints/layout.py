@@ -19,15 +19,13 @@ Shown = tuple[dict[str, Any], list[str]]
 
 
 class Layout(ABC):
-    """One published layout.
+    """One published layout, to be read.
 
     Attributes:
         name: its short name, that of `eagle3-hf export --format` where it can be written.
-        carries: the variants (keys of `variants_of`) that readers of this layout honour; others can't be exported.
     """
 
     name: ClassVar[str]
-    carries: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def evidence(self, config: dict[str, Any], names: Iterable[str]) -> str | None:
@@ -42,6 +40,16 @@ class Layout(ABC):
         """The config as one flat dict in this package's key names, and warnings."""
         return lift(config), []
 
+
+class WritableLayout(Layout):
+    """A layout that drafts can be exported to.
+
+    Attributes:
+        carries: the variants (keys of `variants_of`) that readers of this layout honour; others can't be exported.
+    """
+
+    carries: ClassVar[frozenset[str]] = frozenset()
+
     def refuse_export(self, draft: Eagle3DraftModel) -> list[str]:
         """Raise ValueError if readers of this layout would run the draft differently; returns warnings."""
         lost = [text for key, text in variants_of(draft.config).items() if key not in self.carries]
@@ -52,9 +60,9 @@ class Layout(ABC):
             )
         return []
 
+    @abstractmethod
     def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
         """Write the draft; `refuse_export` has been called."""
-        raise NotImplementedError
 
     def serving(self, folder: Path, tokens: int) -> dict[str, str]:
         """Lines to paste, by the tool they are for."""
@@ -84,7 +92,11 @@ def variants_of(config: Eagle3Config) -> dict[str, str]:
         "mlp_bias": (config.mlp_bias, "mlp_bias"),
         "fc_bias": (config.fc_bias, "a bias of fc"),
         "final_norm": (not config.final_norm, "a missing final norm"),
-        "aux_count": (config.num_aux_hidden_states != 3, f"{config.num_aux_hidden_states} aux hidden states"),
+        "single_state": (not config.use_aux_hidden_state, "use_aux_hidden_state false (one state, no fc)"),
+        "aux_count": (
+            config.use_aux_hidden_state and config.num_aux_hidden_states != 3,
+            f"{config.num_aux_hidden_states} aux hidden states",
+        ),
         "aux_ids": (_other_ids(config), f"aux ids {config.aux_hidden_state_layers} (not the default)"),
         "sliding_window": (config.sliding_window is not None, "sliding_window"),
         "head_dim": (
@@ -98,6 +110,8 @@ def variants_of(config: Eagle3Config) -> dict[str, str]:
 
 def _other_ids(config: Eagle3Config) -> bool:
     ids, layers = config.aux_hidden_state_layers, config.target_num_hidden_layers
+    if not config.use_aux_hidden_state:
+        return ids is not None
     return ids is not None and layers is not None and tuple(ids) != default_aux_layers(layers)
 
 
@@ -162,7 +176,7 @@ def exported_tensors(draft: Eagle3DraftModel, midlayer: bool) -> dict[str, torch
 
 def dtype_name(draft: Eagle3DraftModel) -> str:
     """The dtype of the draft's weights, as a config spells it."""
-    return str(draft.fc.weight.dtype).removeprefix("torch.")
+    return str(draft.lm_head.weight.dtype).removeprefix("torch.")
 
 
 def write_json(folder: Path, content: dict[str, Any], name: str = "config.json") -> None:

@@ -10,12 +10,12 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..aux_layers import text_config
+from ..aux_layers import FINAL_STATE, text_config
 from ..compat import IS_V5, rotary_config
 from ..configuration_eagle3 import Eagle3Config
 from ..modeling_eagle3 import Eagle3DraftModel
 from .aux_ids import resolve_aux_ids, written_ids
-from .derive import derive_config
+from .derive import derive_config, is_single_state
 from .families import detect
 from .files import CheckpointFiles
 from .names import normalise_names
@@ -79,7 +79,10 @@ def prepare(
     listed = next(iter(written_ids(config).values()), None)
     made = derive_config(fields, weights, None if listed is None else len(listed))
     depth = text_config(target).num_hidden_layers if target is not None else fields.get("target_num_hidden_layers")
-    record.aux, found = resolve_aux_ids(config, made.values["num_aux_hidden_states"], depth, aux_hidden_state_layers)
+    single = is_single_state(fields, weights)
+    record.aux, found = resolve_aux_ids(
+        config, made.values["num_aux_hidden_states"], depth, aux_hidden_state_layers, single
+    )
     record.added |= made.added
     record.vocabulary = vocabulary.summary
     record.overridden = vocabulary.overridden + made.overridden
@@ -87,7 +90,7 @@ def prepare(
     values = made.values | {
         "vocab_size": vocabulary.target_size,
         "draft_vocab_size": vocabulary.draft_size,
-        "aux_hidden_state_layers": record.aux.ids,
+        "aux_hidden_state_layers": None if record.aux.ids == (FINAL_STATE,) else record.aux.ids,
         "target_num_hidden_layers": depth,
     }
     scale = fields.get("logit_scale")
@@ -133,7 +136,7 @@ def load_published(
     with torch.device("meta"):
         model = cls._from_config(made, **attention)
     _check_names(model, prepared)
-    kind = _dtype(dtype, prepared.weights["fc.weight"].dtype)
+    kind = _dtype(dtype, prepared.weights["layers.0.self_attn.q_proj.weight"].dtype)
     ready = {
         name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in prepared.weights.items()
     }
@@ -176,6 +179,8 @@ def own_provenance(files: CheckpointFiles, model: Eagle3DraftModel) -> Provenanc
         logger.warning("%s: %s", files.source, record.warnings[-1])
         model.t2d.copy_(t2d)
     layers = model.config.aux_hidden_state_layers
+    if layers is None and not model.config.use_aux_hidden_state:
+        record.aux, _ = resolve_aux_ids({}, 1, single=True)
     if layers is not None:
         written = tuple(layers)
         record.aux = AuxIds(written, "aux_hidden_state_layers", written, "number i is the input of layer i")
@@ -231,13 +236,16 @@ def _settle_head(fields: dict[str, Any], weights: dict[str, torch.Tensor], targe
     if target is None:
         raise ValueError("lm_head.weight is missing: this draft uses its target's. Pass target=<the loaded target>")
     head = target.get_output_embeddings()
-    if head is None or head.weight.shape[1] != weights["fc.weight"].shape[0]:
+    gate = weights.get("layers.0.mlp.gate_proj.weight")  # a plain name for the draft's width and dtype
+    if gate is None or gate.dim() != 2:
+        raise ValueError("lm_head.weight and layers.0.mlp.gate_proj.weight are missing from the checkpoint")
+    if head is None or head.weight.shape[1] != gate.shape[1]:
         has = "none" if head is None else f"one that is {head.weight.shape[1]} wide"
         raise ValueError(
             f"lm_head.weight is missing, and the target's head can't stand in: it has {has}, the draft is "
-            f"{weights['fc.weight'].shape[0]} wide"
+            f"{gate.shape[1]} wide"
         )
-    weights["lm_head.weight"] = head.weight.detach().to(weights["fc.weight"].dtype).cpu().clone()
+    weights["lm_head.weight"] = head.weight.detach().to(gate.dtype).cpu().clone()
     record.added["lm_head.weight"] = "a copy of the target's"
 
 

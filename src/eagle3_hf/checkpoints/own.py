@@ -8,10 +8,10 @@ from typing import Any
 
 from ..configuration_eagle3 import Eagle3Config
 from ..modeling_eagle3 import Eagle3DraftModel
-from .layout import Layout
+from .layout import WritableLayout
 
 
-class TransformersLayout(Layout):
+class TransformersLayout(WritableLayout):
     """Our own: read by `PreTrainedModel`, holds every variant."""
 
     name = "transformers"

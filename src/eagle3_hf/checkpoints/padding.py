@@ -144,10 +144,14 @@ def pad_draft(draft: Eagle3DraftModel, hidden_size: int, target_hidden_size: int
     config = copy.deepcopy(old)
     # head_dim is explicit in the config already, so the heads stay as they are.
     config.hidden_size, config.target_hidden_size = hidden_size, target_hidden_size
+    if hidden_size != target_hidden_size and not old.use_aux_hidden_state:
+        raise ValueError(
+            f"hidden_size {hidden_size} and target_hidden_size {target_hidden_size} need an fc between them"
+        )
     if hidden_size != target_hidden_size and not old.own_embeddings:
         raise ValueError(f"hidden_size {hidden_size} and target_hidden_size {target_hidden_size} need own embeddings")
     state = pad_state_dict(draft.state_dict(), old.num_aux_hidden_states, hidden_size, target_hidden_size)
-    made = type(draft)(config).to(draft.fc.weight)
+    made = type(draft)(config).to(draft.lm_head.weight)
     made.load_state_dict(state)
     for name, module in list(made.named_modules()):
         if not name.rpartition(".")[2].endswith("norm") and not name.startswith("fc_norm."):

@@ -1,71 +1,26 @@
-"""Is the draft read right? Measures acceptance for neighbouring aux ids and other norm variants on real text.
+"""Is the draft read right? Measures how well it predicts with neighbouring aux ids and other norm variants.
 
 A draft that is read with its ids off by one, or with a norm too many, still runs; it is only wrong more often. So
-each reading is tried on the same text, and the numbers say which one the draft was trained with.
+each reading is tried on the same text, and the numbers say which one the draft was trained with. Readings are compared
+place by place, by the log-probability that they give the target's token: neighbouring layers hold nearly the same
+state, and how often the first token is right tells them apart only over many thousand places.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from ..aux_layers import find_decoder
+from ..aux_layers import FINAL_STATE, default_aux_layers, find_decoder
 from ..modeling_eagle3 import Eagle3DraftModel
+from .verdict import Reading, Verdict, better, judge, pick
 
-# Below this no reading of the draft is right: it predicts no better than common words do.
-_HOPELESS = 0.1
-_STEPS_PER_TEXT = 8
-# Standard errors: six readings are compared, so two would be reached by chance too often.
-_CERTAIN, _SUSPICIOUS = 3.0, 1.5
-
-
-@dataclass(frozen=True)
-class Reading:
-    """One way to read the draft, and how well it predicts.
-
-    Attributes:
-        name: `as loaded`, or what is different.
-        ids: aux ids.
-        changes: config fields that differ.
-        first: share of places where the draft's first token is the target's.
-        second: the same for its second token, where the first was right.
-        places: how many places `first` was measured at.
-        second_places: how many places `second` was measured at.
-        log_prob: mean log-probability that the draft gives the target's token; tells readings apart long before the
-            shares do.
-        log_probs: the same for each place whose token the draft vocabulary has.
-        right: for each place, whether the first token was right.
-    """
-
-    name: str
-    ids: tuple[int, ...]
-    changes: dict[str, bool]
-    first: float
-    second: float
-    places: int
-    second_places: int
-    log_prob: float
-    log_probs: tuple[float, ...] = field(repr=False)
-    right: tuple[bool, ...] = field(repr=False)
-
-
-@dataclass
-class Verdict:
-    """All readings, and what follows from them."""
-
-    readings: list[Reading] = field(default_factory=list)
-    best: str = ""
-    text: str = ""
-
-    @property
-    def as_loaded_is_right(self) -> bool:
-        return self.best == "as loaded"
+_OFFSETS = (-2, -1, 1, 2)
 
 
 @dataclass
@@ -83,7 +38,8 @@ def probe_draft(
     draft: Eagle3DraftModel,
     prompts: Sequence[torch.Tensor],
     new_tokens: int = 48,
-    offsets: Sequence[int] = (-2, -1, 1, 2),
+    offsets: Sequence[int] = _OFFSETS,
+    enough: int | None = None,
 ) -> Verdict:
     """Measure the draft as loaded and every other reading of it.
 
@@ -93,6 +49,7 @@ def probe_draft(
         prompts: int64 `[1, sequence]` each; the target continues them greedily.
         new_tokens: length of each continuation.
         offsets: what to add to all aux ids.
+        enough: stop after this many prompts if the verdict is certain by then; `None` uses all at once.
 
     Returns:
         The readings and a verdict in words.
@@ -106,34 +63,73 @@ def probe_draft(
         raise ValueError("probing needs at least one prompt")
     ids = check_draft_fits(target, draft)
     depth = len(find_decoder(target, target._eagle3_layers_attribute)[0])
-    wanted = [ids] + [tuple(i + offset for i in ids) for offset in offsets]
-    wanted = [each for each in wanted if min(each) >= 0 and max(each) <= depth]
-    texts = [_continue(target, prompt, sorted({i for each in wanted for i in each}), new_tokens) for prompt in prompts]
-    verdict = Verdict([_measure(draft, texts, ids, "as loaded", {})])
-    for each in wanted[1:]:
-        verdict.readings.append(_measure(draft, texts, each, f"aux ids {each[0] - ids[0]:+d}", {}))
-    best = max(verdict.readings, key=lambda reading: reading.log_prob)
-    best_ids = best.ids if _better(best, verdict.readings[0]) else ids
-    for name in ("norm_before_residual", "norm_output"):
-        if name == "norm_output" and not draft.config.final_norm:
-            continue
-        flipped = {name: not getattr(draft.config, name)}
-        with _changed(draft, flipped):
-            label = f"{name} {'on' if flipped[name] else 'off'}"
-            if best_ids != ids:
-                label += f", aux ids {best_ids[0] - ids[0]:+d}"
-            verdict.readings.append(_measure(draft, texts, best_ids, label, flipped))
-    _judge(verdict, ids)
+    wanted = _candidates(ids, depth, offsets)
+    captured = {i for each in wanted.values() for i in each}
+    texts: list[_Text] = []
+    for end in [len(prompts)] if enough is None or enough >= len(prompts) else [enough, len(prompts)]:
+        texts += [_continue(target, prompt, captured, new_tokens) for prompt in prompts[len(texts) : end]]
+        verdict = judge(_readings(draft, texts, wanted))
+        if verdict.certain:
+            break
     return verdict
 
 
-def _continue(target: Any, prompt: torch.Tensor, ids: list[int], new_tokens: int) -> _Text:
+def _candidates(ids: tuple[int, ...], depth: int, offsets: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Aux ids to try, by the name of the reading."""
+    made = {"as loaded": ids}
+    if ids == (FINAL_STATE,):
+        made |= {"state before the final norm": (depth,), "input of the last layer": (depth - 1,)}
+        return made
+    for offset in offsets:
+        made[f"aux ids {offset:+d}"] = tuple(i + offset for i in ids)
+    if len(ids) == 1:
+        made["state after the final norm"] = (FINAL_STATE,)
+    elif depth >= 8:  # a shallower model's defaults coincide
+        made["default aux ids"] = default_aux_layers(depth)
+    valid = {
+        name: each for name, each in made.items() if each == (FINAL_STATE,) or 0 <= min(each) <= max(each) <= depth
+    }
+    return {
+        name: each
+        for number, (name, each) in enumerate(valid.items())
+        if len(each) == len(ids) and each not in list(valid.values())[:number]
+    }
+
+
+def _readings(draft: Eagle3DraftModel, texts: list[_Text], wanted: dict[str, tuple[int, ...]]) -> list[Reading]:
+    made = [_measure(draft, texts, each, name, {}) for name, each in wanted.items()]
+    loaded = made[0]
+    flip, label = _flip(draft, "norm_before_residual")
+    made.append(_measure(draft, texts, loaded.ids, label, flip))
+    if better(made[-1], loaded):
+        # With a wrong norm the ids can't be judged: they are tried again with the other one.
+        made += [_measure(draft, texts, each, f"{name}, {label}", flip) for name, each in list(wanted.items())[1:]]
+    elif (best := pick(made)) is not loaded:
+        made.append(_measure(draft, texts, best.ids, f"{best.name}, {label}", flip))
+    best = pick(made)
+    if draft.config.final_norm:
+        flip, label = _flip(draft, "norm_output")
+        label = label if best is loaded else f"{best.name}, {label}"
+        made.append(_measure(draft, texts, best.ids, label, best.changes | flip))
+    return made
+
+
+def _flip(draft: Eagle3DraftModel, name: str) -> tuple[dict[str, bool], str]:
+    value = not getattr(draft.config, name)
+    return {name: value}, f"{name} {'on' if value else 'off'}"
+
+
+def _continue(target: Any, prompt: torch.Tensor, ids: set[int], new_tokens: int) -> _Text:
     full = target.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=new_tokens
     )
-    with target.capture_aux_hidden_states(ids) as capture:
-        logits = target(input_ids=full, attention_mask=torch.ones_like(full), use_cache=False).logits
-    states = dict(zip(ids, capture.take()))
+    states: dict[int, torch.Tensor] = {}
+    # The final state is captured alone: it never joins others.
+    for group in ([i for i in sorted(ids) if i != FINAL_STATE], [FINAL_STATE] if FINAL_STATE in ids else []):
+        if group:
+            with target.capture_aux_hidden_states(group) as capture:
+                logits = target(input_ids=full, attention_mask=torch.ones_like(full), use_cache=False).logits
+            states |= dict(zip(group, capture.take()))
     embeds = target.get_input_embeddings()(full)
     return _Text(full, logits[0].argmax(dim=-1), states, embeds, prompt.shape[1] - 1)
 
@@ -161,124 +157,84 @@ def _switch(draft: Eagle3DraftModel, name: str, value: bool) -> None:
 def _measure(
     draft: Eagle3DraftModel, texts: list[_Text], ids: tuple[int, ...], name: str, changes: dict[str, bool]
 ) -> Reading:
-    first: list[bool] = []
-    second: list[bool] = []
-    log_probs: list[float] = []
-    row_of = torch.full((draft.config.vocab_size,), -1, device=draft.d2t.device)
-    rows = torch.arange(draft.config.draft_vocab_size, device=draft.d2t.device)
+    device = draft.d2t.device
+    row_of = torch.full((draft.config.vocab_size,), -1, device=device)
+    rows = torch.arange(draft.config.draft_vocab_size, device=device)
     row_of[draft.draft_to_target(rows)] = rows
-    for text in texts:
-        features = torch.cat([text.states[i] for i in ids], dim=-1).to(draft.fc.weight)
-        tokens = text.ids.to(features.device)
-        embeds = _embeddings(draft, text, tokens)
-        # Slot t: feature of token t, embedding of token t+1; it predicts token t+2.
-        logits = draft(features[:, :-1], inputs_embeds=embeds[:, 1:]).logits[0]
-        answers = text.answers.to(features.device)
-        right = draft.draft_to_target(logits.argmax(dim=-1)) == answers[1:]
-        places = range(text.start, len(right))
-        first += [bool(right[t]) for t in places]
-        known = row_of[answers[1:]]
-        scores = logits.float().log_softmax(dim=-1).gather(1, known.clamp(min=0)[:, None])[:, 0]
-        log_probs += scores[text.start :][known[text.start :] >= 0].tolist()
-        # The second token needs its own short pass for each place, so only some places are taken.
-        able = [t for t in places if right[t] and t + 2 < tokens.shape[1]]
-        for t in able[:: max(1, len(able) // _STEPS_PER_TEXT)]:
-            if int(tokens[0, t + 2]) == int(answers[t + 1]):
-                second.append(_second(draft, features, embeds, t, answers))
-    mean = sum(log_probs) / max(len(log_probs), 1)
+    with _changed(draft, changes):
+        found = [_measure_text(draft, text, ids, row_of) for text in texts]
+    first, log_probs, second, second_log_probs = (torch.cat(parts).cpu() for parts in zip(*found))
+    known = log_probs[~log_probs.isnan()]
     return Reading(
-        name, ids, changes, _share(first), _share(second), len(first), len(second), mean, tuple(log_probs), tuple(first)
+        name=name,
+        ids=ids,
+        changes=changes,
+        first=float(first.float().mean()),
+        second=float(second.float().mean()) if len(second) else 0.0,
+        places=len(first),
+        second_places=len(second),
+        log_prob=float(known.mean()) if len(known) else float("-inf"),
+        log_probs=log_probs,
+        second_log_probs=second_log_probs,
     )
 
 
-def _second(
-    draft: Eagle3DraftModel, features: torch.Tensor, embeds: torch.Tensor, t: int, answers: torch.Tensor
-) -> bool:
+def _measure_text(
+    draft: Eagle3DraftModel, text: _Text, ids: tuple[int, ...], row_of: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Right or wrong and log-probability at each place, for the first token and, where that is right, the second."""
+    device, like = draft.d2t.device, draft.lm_head.weight
+    features = torch.cat([text.states[i].to(like) for i in ids], dim=-1)
+    tokens, answers = text.ids.to(device), text.answers.to(device)
+    embeds = _embeddings(draft, text, tokens)
     cache = DynamicCache()
-    initial = draft(features[:, : t + 1], inputs_embeds=embeds[:, 1 : t + 2], cache=cache, logits_to_keep=None)
-    state = initial.last_hidden_state[:, -1:]
-    out = draft(state, inputs_embeds=embeds[:, t + 2 : t + 3], cache=cache, recurrent=True)
-    return int(draft.draft_to_target(out.logits[0, -1].argmax())) == int(answers[t + 2])
+    # Slot t: feature of token t, embedding of token t+1; it predicts token t+2.
+    out = draft(features[:, :-1], inputs_embeds=embeds[:, 1:], cache=cache)
+    right, scores = _compare(draft, out.logits[0], answers[1:], row_of)
+    firsts = right[text.start :], scores[text.start :].double()
+    places = torch.arange(len(right) - 1, device=device)
+    follows = right[:-1] & (tokens[0, 2:] == answers[1:-1]) & (places >= text.start)
+    places = places[follows]
+    if not len(places):
+        return (*firsts, right[:0], scores[:0].double())
+    logits = _second_step(draft, out.last_hidden_state, embeds, places, cache)
+    right, scores = _compare(draft, logits, answers[places + 2], row_of)
+    return (*firsts, right, scores.double())
+
+
+def _compare(
+    draft: Eagle3DraftModel, logits: torch.Tensor, answers: torch.Tensor, row_of: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each place's likeliest token is the answer, and the answer's log-probability (NaN: not in the head)."""
+    known = row_of[answers]
+    scores = logits.float().log_softmax(dim=-1).gather(1, known.clamp(min=0)[:, None])[:, 0]
+    return draft.draft_to_target(logits.argmax(dim=-1)) == answers, scores.masked_fill(known < 0, float("nan"))
+
+
+def _second_step(
+    draft: Eagle3DraftModel,
+    states: torch.Tensor,
+    embeds: torch.Tensor,
+    places: torch.Tensor,
+    cache: DynamicCache,
+) -> torch.Tensor:
+    """Logits `[places, Vd]` of the recurrent step at every place in one pass: each sees its own past and itself."""
+    count, length = len(places), states.shape[1]
+    slots = torch.arange(length, device=places.device)
+    seen = torch.cat((slots <= places[:, None], torch.eye(count, dtype=torch.bool, device=places.device)), dim=1)
+    mask = torch.zeros(seen.shape, dtype=states.dtype, device=states.device)
+    mask = mask.masked_fill(~seen, torch.finfo(states.dtype).min)[None, None]
+    return draft(
+        states[:, places],
+        inputs_embeds=embeds[:, places + 2],
+        position_ids=(places + 1)[None],
+        attention_mask=mask,
+        cache=cache,
+        recurrent=True,
+    ).logits[0]
 
 
 def _embeddings(draft: Eagle3DraftModel, text: _Text, tokens: torch.Tensor) -> torch.Tensor:
     table = draft.get_input_embeddings()
     made = text.embeds if table is None else table(tokens)
-    return made.to(draft.fc.weight)
-
-
-def _share(flags: list[bool]) -> float:
-    return sum(flags) / len(flags) if flags else 0.0
-
-
-def _noise(share: float, places: int) -> float:
-    """Two standard errors of a share: less than that is chance."""
-    share = min(max(share, 0.05), 0.95)
-    return 2 * math.sqrt(share * (1 - share) / max(places, 1))
-
-
-def _lead(reading: Reading, other: Reading) -> float:
-    """By how many standard errors `reading` is better than `other`, place by place.
-
-    Probabilities tell near readings apart, right and wrong tokens survive a few wild probabilities: the clearer counts.
-    """
-
-    def paired(mine: tuple, theirs: tuple) -> float:
-        gains = torch.tensor(mine, dtype=torch.double) - torch.tensor(theirs, dtype=torch.double)
-        if len(gains) < 2 or not gains.any():
-            return 0.0
-        return float(gains.mean() / (gains.std() / math.sqrt(len(gains))).clamp(min=1e-9))
-
-    return max(paired(reading.log_probs, other.log_probs), paired(reading.right, other.right))
-
-
-def _better(reading: Reading, other: Reading) -> bool:
-    return _lead(reading, other) > _CERTAIN
-
-
-def _judge(verdict: Verdict, ids: tuple[int, ...]) -> None:
-    loaded = verdict.readings[0]
-    # `norm_output` changes nothing before the second token, so it is judged by that one alone.
-    early = [reading for reading in verdict.readings if "norm_output" not in reading.changes]
-    best = max(early, key=lambda reading: reading.log_prob)
-    # Shifted ids alone are the simpler explanation, unless a norm adds more than chance does.
-    simpler = [reading for reading in early if reading.ids == best.ids and not reading.changes]
-    if simpler and not _better(best, simpler[0]):
-        best = simpler[0]
-    if max(reading.first for reading in early) < _HOPELESS:
-        verdict.best = "none"
-        verdict.text = (
-            f"no reading of this draft predicts the target (best: {best.name}, {best.first:.2f}). Neither aux ids nor "
-            "norms are the cause: the draft was trained for another target, its vocabulary map belongs to another "
-            "head, or it was never trained"
-        )
-        return
-    if _better(best, loaded):
-        verdict.best = best.name
-        fixes = [f"aux_hidden_state_layers={list(best.ids)}"] if best.ids != ids else []
-        fixes += [f"{name}={value}" for name, value in best.changes.items()]
-        cause = "the aux ids are off" if best.ids != ids else f"{next(iter(best.changes))} is read wrong"
-        verdict.text = (
-            f"{cause}: with {best.name} the first token is right at {best.first:.3f} of the places (mean "
-            f"log-probability {best.log_prob:.3f}), as loaded at {loaded.first:.3f} ({loaded.log_prob:.3f}). "
-            f"Load it with {', '.join(fixes)}"
-        )
-        return
-    output = next((reading for reading in verdict.readings if "norm_output" in reading.changes), None)
-    margin = max(0.1, _noise(loaded.second, loaded.second_places))
-    if output is not None and output.ids == ids and output.second - loaded.second > margin:
-        verdict.best = output.name
-        verdict.text = (
-            f"norm_output is read wrong: the second token is right at {output.second:.2f} of the places with "
-            f"{output.name}, as loaded at {loaded.second:.2f}. Load it with "
-            f"norm_output={output.changes['norm_output']}"
-        )
-        return
-    verdict.best = "as loaded"
-    verdict.text = (
-        f"the draft is read right: as loaded its first token is the target's at {loaded.first:.2f} of {loaded.places} "
-        "places, and no other reading is better than chance allows"
-    )
-    rival = max(early[1:], key=lambda reading: _lead(reading, loaded), default=loaded)
-    if _lead(rival, loaded) > _SUSPICIOUS:
-        verdict.text += f". That isn't certain: {rival.name} has {rival.first:.2f}; measure more text"
+    return made.to(draft.lm_head.weight)

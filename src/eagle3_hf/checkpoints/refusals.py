@@ -55,18 +55,15 @@ def refuse_unsupported(config: dict[str, Any], fields: dict[str, Any], weights: 
     experts = [name for name in names if re.search(r"\.(experts|block_sparse_moe)\.", name)]
     if experts:
         raise ValueError(f"drafts with a mixture of experts aren't supported: {_some(experts)}")
-    if fields.get("use_aux_hidden_state") is False:
-        raise ValueError(
-            "drafts without aux hidden states aren't supported (use_aux_hidden_state is false: NVIDIA's short-context "
-            "gpt-oss heads read the target's final normalised state, as EAGLE-1 did)"
-        )
     fc, query = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
     if fc is not None and query is not None and fc.shape[1] == 2 * fc.shape[0] and query.shape[1] == fc.shape[0]:
         raise ValueError(
             "this is an EAGLE-1 or EAGLE-2 draft (fc reads embedding and hidden state, attention is of single width); "
             "only EAGLE-3 drafts are supported"
         )
-    if fc is None:
+    if fields.get("use_aux_hidden_state") is False:
+        _refuse_contradicting_single_state(weights)
+    elif fc is None:
         raise ValueError(
             f"this is no EAGLE-3 draft: it has no fc.weight (tensors: {_some(names)}, ...). Pass the draft's folder, "
             "not the target's"
@@ -76,14 +73,24 @@ def refuse_unsupported(config: dict[str, Any], fields: dict[str, Any], weights: 
     if fields.get("use_mtp_layernorm"):
         raise ValueError("drafts with use_mtp_layernorm aren't supported")
     second = weights.get("layers.1.self_attn.q_proj.weight")
-    if second is not None and second.shape[1] != fc.shape[0]:
+    if second is not None and query is not None and second.shape[1] * 2 != query.shape[1]:
         raise ValueError(
             f"drafts whose later layers read the embedding too (next_layer_regular false) aren't supported: "
-            f"layers.1.self_attn.q_proj.weight reads {second.shape[1]}, the draft is {fc.shape[0]} wide"
+            f"layers.1.self_attn.q_proj.weight reads {second.shape[1]}, the draft is {query.shape[1] // 2} wide"
         )
     if (fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} isn't supported in a draft")
     return _unconfirmed(config)
+
+
+def _refuse_contradicting_single_state(weights: dict[str, torch.Tensor]) -> None:
+    """Heads without aux states (NVIDIA's short-context gpt-oss heads) have nothing to join several states with."""
+    joining = [name for name in weights if name.partition(".")[0] in {"fc", "fc_norm", "input_norm"}]
+    if joining:
+        raise ValueError(
+            f"use_aux_hidden_state is false, but the checkpoint has {_some(joining)}: a head that reads the target's "
+            "last state alone has none. If it does read several states, remove the key from config.json"
+        )
 
 
 def _refuse_quantised(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:

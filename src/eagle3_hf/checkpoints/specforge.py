@@ -9,8 +9,8 @@ from typing import Any
 from ..modeling_eagle3 import Eagle3DraftModel
 from .aux_ids import TOP
 from .layout import (
-    Layout,
     Shown,
+    WritableLayout,
     dtype_name,
     exported_tensors,
     lift,
@@ -25,13 +25,13 @@ from .layout import (
 _AUTOMODEL = "LlamaEagle3DraftModel"
 
 
-class SpecForgeLayout(Layout):
+class SpecForgeLayout(WritableLayout):
     """lmsys / SpecForge, and the many heads in its form (nebius, AQ-MedAI, EAGLE-3.1's, NeMo Automodel's)."""
 
     name = "specforge"
     carries = frozenset(
-        {"norm_before_fc", "fc_norm", "norm_output", "fc_bias", "aux_count", "aux_ids", "sliding_window", "head_dim",
-         "rope"}
+        {"norm_before_fc", "fc_norm", "norm_output", "fc_bias", "aux_count", "aux_ids", "single_state",
+         "sliding_window", "head_dim", "rope"}
     )  # fmt: skip
 
     def evidence(self, config: dict[str, Any], names: Iterable[str]) -> str | None:
@@ -55,6 +55,11 @@ class SpecForgeLayout(Layout):
 
     def refuse_export(self, draft: Eagle3DraftModel) -> list[str]:
         warnings = super().refuse_export(draft)
+        if not draft.config.use_aux_hidden_state and draft.config.aux_hidden_state_layers is not None:
+            raise ValueError(
+                f"format 'specforge' can't hold this draft: its readers feed a head without fc from the target's last "
+                f"state only, this one reads {draft.config.aux_hidden_state_layers}"
+            )
         if 0 in (draft.config.aux_hidden_state_layers or ()):
             raise ValueError(
                 "format 'specforge' can't hold this draft: it counts layer outputs, and aux id 0 (the embeddings) is "
@@ -64,7 +69,7 @@ class SpecForgeLayout(Layout):
 
     def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
         config = draft.config
-        eagle: dict[str, Any] = {"use_aux_hidden_state": True}
+        eagle: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
         content: dict[str, Any] = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
@@ -74,7 +79,7 @@ class SpecForgeLayout(Layout):
         }
         if config.fc_bias:
             content["bias"] = True
-        if config.num_aux_hidden_states != 3:
+        if config.use_aux_hidden_state and config.num_aux_hidden_states != 3:
             content["num_aux_hidden_states"] = config.num_aux_hidden_states
         for name in ("norm_before_fc", "fc_norm", "norm_output"):
             if getattr(config, name):

@@ -9,8 +9,8 @@ from typing import Any
 from ..modeling_eagle3 import Eagle3DraftModel
 from .aux_ids import TOP
 from .layout import (
-    Layout,
     Shown,
+    WritableLayout,
     dtype_name,
     exported_tensors,
     lift,
@@ -33,7 +33,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-class SpeculatorsLayout(Layout):
+class SpeculatorsLayout(WritableLayout):
     """RedHatAI / speculators, vLLM's own."""
 
     name = "speculators"

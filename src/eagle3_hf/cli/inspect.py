@@ -17,9 +17,9 @@ from rich.text import Text
 _SHOWN = (
     "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size", "target_num_hidden_layers",
     "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-    "rms_norm_eps", "rope_parameters", "num_aux_hidden_states", "own_embeddings", "norm_before_residual",
-    "norm_before_fc", "fc_norm", "norm_output", "final_norm", "qk_norm", "attention_bias", "mlp_bias", "fc_bias",
-    "sliding_window",
+    "rms_norm_eps", "rope_parameters", "use_aux_hidden_state", "num_aux_hidden_states", "own_embeddings",
+    "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "final_norm", "qk_norm", "attention_bias",
+    "mlp_bias", "fc_bias", "sliding_window",
 )  # fmt: skip
 
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the Hub.")]

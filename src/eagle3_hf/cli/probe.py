@@ -76,7 +76,7 @@ def probe(
     if json_file is not None:
         record = asdict(verdict)
         for entry in record["readings"]:
-            del entry["log_probs"], entry["right"]  # hundreds of numbers
+            del entry["log_probs"], entry["second_log_probs"]  # hundreds of numbers
         json_file.write_text(json.dumps(record, indent=2) + "\n")
     if not verdict.as_loaded_is_right:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..aux_layers import text_config
+from ..aux_layers import FINAL_STATE, text_config
 from ..configuration_eagle3 import Eagle3Config
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..target import AutoEagle3Target, check_draft_fits, disable_eagle3, enable_eagle3
@@ -105,6 +105,8 @@ def take_apart(target: Any, draft: Eagle3DraftModel) -> Models:
     finally:
         if changed:
             disable_eagle3(target)
+    if aux_layers == (FINAL_STATE,) or not draft.config.use_aux_hidden_state:
+        raise ValueError("drafts without fc (use_aux_hidden_state false) aren't supported on Neuron")
     config = text_config(target)
     frequencies, scale = _rope(target.model.rotary_emb, "target")
     state = _plain(target.state_dict())
