@@ -1,5 +1,5 @@
-"""The command line: `eagle3-hf demo | generate | bench | eval | report | inspect | export | probe |
-export-neuron`.
+"""The command line: `eagle3-hf demo | generate | bench | eval | report | inspect | export | probe | regenerate |
+extract | export-neuron`.
 
 A command is a function of the same name in a module of the same name, listed in `_COMMANDS`. torch and transformers
 are imported inside the functions, so `--help` answers at once.
@@ -11,7 +11,7 @@ import importlib
 import sys
 from typing import Any
 
-_COMMANDS = ("demo", "generate", "bench", "eval", "report", "inspect", "export", "probe", "export_neuron")
+_COMMANDS = ("demo", "generate", "bench", "eval", "report", "inspect", "export", "probe", "export_neuron", "train", "regenerate", "extract")
 
 
 def build_app() -> Any:
