@@ -218,7 +218,7 @@ def _edit(path, change):
 
 
 def test_another_k_than_compiled(copy):
-    with pytest.raises(ValueError, match="tensor_parallel_size 2"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 1 -> 2.*fixed at export"):
         Eagle3NeuronModelForCausalLM.from_pretrained(copy, num_cores=2)
     with pytest.raises(ValueError, match=r"num_speculative_tokens 2 -> 3.*fixed at export"):
         Eagle3NeuronModelForCausalLM.from_pretrained(copy, num_speculative_tokens=3)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from eagle3_hf import Eagle3CandidateGenerator
 from eagle3_hf.neuron.buckets import context_buckets, decode_threshold, paged_slots, pick
 from eagle3_hf.neuron.families import check_family, take_apart
-from eagle3_hf.neuron.rejection import REJECTED, choose, reject
+from eagle3_hf.neuron.rejection import REJECTED, draw, reject
 from eagle3_hf.neuron.runtime import GraphRuntime
 
 VARIANTS = {
@@ -165,11 +165,12 @@ def test_choice_follows_the_distribution_exactly():
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0]).log_softmax(0)
     heat, steps = 0.7, 4000
     uniforms = ((torch.arange(steps) + 0.5) / steps)[None]
-    drawn = choose(logits.expand(2, steps, -1), torch.tensor([heat, 0.0]), uniforms.expand(2, -1))
+    greedy = torch.zeros(2, steps, dtype=torch.int32)
+    drawn = draw(logits.expand(2, steps, -1), greedy, torch.tensor([heat, 0.0]), uniforms.expand(2, -1))
     share = torch.bincount(drawn[0].long(), minlength=4) / steps
     assert torch.allclose(share, (logits / heat).softmax(0), atol=1e-3)
     assert set(drawn[1].tolist()) == {0}, "temperature 0 is greedy"
-    edge = choose(logits.expand(1, 2, -1), torch.tensor([heat]), torch.tensor([[0.0, 1.0]]))
+    edge = draw(logits.expand(1, 2, -1), greedy[:1, :2], torch.tensor([heat]), torch.tensor([[0.0, 1.0]]))
     assert edge.tolist() == [[0, 3]], "even a uniform of 1 stays inside the vocabulary"
 
 
@@ -254,7 +255,8 @@ def test_what_a_llama_may_not_have():
 def test_config_errors():
     pair = make_pair()
     for options, message in (
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size 2"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
+        ({"tensor_parallel_size": 2, "backend": "xla"}, "backend 'xla' writes graphs for one core"),
         ({"sequence_length": 5}, "sequence_length 5 is too short for num_speculative_tokens 3"),
         ({"context_buckets": [8, 64]}, r"context_buckets \[8, 64\] must lie in 1..40"),
         ({"kv_buckets": [2]}, "smallest of kv_buckets, 2"),

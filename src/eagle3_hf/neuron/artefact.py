@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from .backends import Backend
 from .config import CONFIG_FILE, Eagle3NeuronConfig
 from .families import Models
 from .specs import Graph, TensorSpec
+from .split import rank_weights
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = 1
 _WEIGHTS = ("target", "draft")
+_RANK_FILE = "tp{}_sharded_checkpoint.safetensors"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled graph, as the manifest describes it; see `Graph` for the fields of the same name."""
+    """A compiled graph, as the manifest describes it; see `Graph` and `Compiled` for the fields of the same name."""
 
     file: str
     sha256: str
@@ -38,6 +40,7 @@ class Entry:
     weights: tuple[str, ...]
     aliases: dict[int, int]
     operators: dict[str, int]
+    parameters: tuple[int | tuple[str, float], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,15 @@ def _own_digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Iterable[Graph], backend: Backend) -> None:
+def _write_weights(folder: Path, models: Models, world: int) -> None:
+    for rank in range(world) if world > 1 else ():
+        save_file(rank_weights(models, rank, world), folder / _RANK_FILE.format(rank), metadata={"format": "pt"})
+    for who in _WEIGHTS if world == 1 else ():
+        tensors = {name: tensor for name, tensor in models.stored.items() if name.startswith(f"{who}.")}
+        save_file(tensors, folder / f"{who}.safetensors", metadata={"format": "pt"})
+
+
+def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Sequence[Graph], backend: Backend) -> None:
     """Compile `graphs` and write the whole folder; it must be empty or not exist yet.
 
     Raises:
@@ -72,31 +83,32 @@ def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Iter
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} isn't empty: choose another folder for the export")
-    (folder / "graphs").mkdir(parents=True, exist_ok=True)
-    (folder / "weights").mkdir()
+    (folder / "weights").mkdir(parents=True)
     (folder / "draft").mkdir()
     models.target_config.save_pretrained(folder)
     models.draft_config.save_pretrained(folder / "draft")
     models.generation_config.save_pretrained(folder)
     config.save_pretrained(folder)
-    for who in _WEIGHTS:
-        tensors = {name: tensor for name, tensor in models.stored.items() if name.startswith(f"{who}.")}
-        save_file(tensors, folder / "weights" / f"{who}.safetensors", metadata={"format": "pt"})
+    world = config.tensor_parallel_size
+    stored = rank_weights(models, 0, world)
+    _write_weights(folder / "weights", models, world)
+    compiled = backend.compile_all(graphs, stored, folder)
+    digests = {made.path: sha256(made.path) for made in compiled.values()}
     entries = {}
     for graph in graphs:
-        path = folder / "graphs" / f"{graph.name}.{backend.suffix}"
-        counts = backend.compile(graph, models.stored, path)
+        made = compiled[graph.name]
         entries[graph.name] = Entry(
-            file=path.relative_to(folder).as_posix(),
-            sha256=sha256(path),
+            file=made.path.relative_to(folder).as_posix(),
+            sha256=digests[made.path],
             inputs=graph.inputs,
             outputs=graph.outputs,
             memory=graph.memory,
             weights=graph.weights,
             aliases=graph.aliases,
-            operators=counts,
+            operators=made.operators,
+            parameters=made.parameters,
         )
-    others = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent.name != "graphs")
+    others = sorted(path for path in folder.rglob("*") if path.is_file() and path not in digests)
     content: dict[str, Any] = {
         "format": FORMAT,
         "versions": {
@@ -118,6 +130,10 @@ def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Iter
 
 def _specs(values: list[dict[str, Any]]) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(value["name"], tuple(value["shape"]), value["dtype"]) for value in values)
+
+
+def _parameters(values: list[Any] | None) -> tuple[int | tuple[str, float], ...] | None:
+    return None if values is None else tuple(tuple(each) if isinstance(each, list) else each for each in values)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -146,6 +162,7 @@ def read_manifest(folder: Path) -> Manifest:
             weights=tuple(value["weights"]),
             aliases={int(i): output for i, output in value["aliases"].items()},
             operators=value["operators"],
+            parameters=_parameters(value["parameters"]),
             **specs,
         )
     compiled = Eagle3NeuronConfig.from_dict(content["compiled"])
@@ -180,8 +197,10 @@ def check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights under their stored names."""
+def read_weights(folder: Path, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """One rank's weights under their stored names."""
+    if world > 1:
+        return load_file(folder / "weights" / _RANK_FILE.format(rank))
     weights: dict[str, torch.Tensor] = {}
     for who in _WEIGHTS:
         weights |= load_file(folder / "weights" / f"{who}.safetensors")

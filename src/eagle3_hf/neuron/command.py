@@ -29,16 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         default="neuron",
-        help="`neuron` (default), or `torch-export`, which runs on any CPU.",
+        help="`neuron` (default); `torch-export`, which runs on any CPU; `xla`, which writes HLO.",
     )
     parser.add_argument("--batch_size", type=int, default=1, help="Rows of every graph.")
     parser.add_argument("--sequence_length", type=int, help="Slots of the key/value memory. Default: up to 2048.")
     parser.add_argument("--num_speculative_tokens", type=int, default=4, help="Tokens drafted a round (K).")
-    parser.add_argument(
-        "--tensor_parallel_size", "--num_cores", type=int, default=1, help="Cores to split over: only 1 is built."
-    )
+    parser.add_argument("--tensor_parallel_size", "--num_cores", type=int, default=1, help="Cores to split over.")
     parser.add_argument("--context_buckets", type=_whole_numbers, metavar="64,128", help="Prompt lengths to compile.")
     parser.add_argument("--kv_buckets", type=_whole_numbers, metavar="128,256", help="Memory lengths to compile.")
+    parser.add_argument("--padded_hidden_size", type=int, help="Width to pad states to, like 3072 for 2880.")
     parser.add_argument("--torch_dtype", default="float32", help="`float32`, `bfloat16` or `float16`.")
     parser.add_argument("--auto_cast_type", help="Older name of --torch_dtype: `fp32`, `bf16` or `fp16`.")
     parser.add_argument("--do_sample", action="store_true", help="Compile sampling in; greedy still works.")
@@ -87,6 +86,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         num_speculative_tokens=args.num_speculative_tokens,
         context_buckets=args.context_buckets,
         kv_buckets=args.kv_buckets,
+        padded_hidden_size=args.padded_hidden_size,
         torch_dtype=args.auto_cast_type or args.torch_dtype,
         do_sample=args.do_sample,
         fuse_draft_loop=not args.no_fuse_draft_loop,
@@ -96,8 +96,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     target, draft = load_pair(path, args.draft_model, config.dtype, revision=args.revision)
     made = Eagle3NeuronModelForCausalLM.export(target, draft, config, output=args.output)
     validated = None
-    # Only float32 can be compared token by token, and a compiled device model only where there is a device.
-    if not args.disable_validation and config.torch_dtype == "float32" and args.backend != "neuron":
+    # Only float32 can be compared token by token, a compiled device model only where there is a device, and a split one
+    # only by as many processes.
+    alone = args.backend != "neuron" and config.tensor_parallel_size == 1
+    if not args.disable_validation and config.torch_dtype == "float32" and alone:
         from .validation import compare
 
         validated = compare(Eagle3NeuronModelForCausalLM.from_pretrained(args.output), target)

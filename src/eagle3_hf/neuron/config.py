@@ -12,7 +12,7 @@ import torch
 from .buckets import context_buckets
 
 CONFIG_FILE = "neuron_config.json"
-BACKENDS = ("torch-export", "neuron")
+BACKENDS = ("torch-export", "xla", "neuron")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -28,12 +28,14 @@ class Eagle3NeuronConfig:
         num_speculative_tokens: `K`, tokens drafted a round.
         context_buckets: prompt lengths to compile for; default: powers of two up to `sequence_length`.
         kv_buckets: how many slots attention reads in a round, one set of graphs each; default: all, always.
+        tensor_parallel_size: cores to split both models over (`num_cores` in older optimum-neuron).
+        padded_hidden_size: width to pad the states to, where the hardware wants an aligned one (2880 -> 3072).
         torch_dtype: `float32`, `bfloat16` or `float16` (`fp32`, `bf16`, `fp16`). Output is token-identical to plain
             generation in float32 only.
         do_sample: compile temperature and random numbers in; greedy rows still work.
         fuse_draft_loop: all `K` drafts in one graph, instead of one graph call each.
         fuse_step: verification and drafting in one graph: one call a round.
-        backend: `torch-export` or `neuron`.
+        backend: `torch-export`, `xla` or `neuron`.
         instance_type: AWS instance to compile for, `neuron` only.
         model_id, draft_model_id: where the weights came from; for the record.
 
@@ -46,6 +48,8 @@ class Eagle3NeuronConfig:
     num_speculative_tokens: int = 4
     context_buckets: list[int] | None = None
     kv_buckets: list[int] | None = None
+    tensor_parallel_size: int = 1
+    padded_hidden_size: int | None = None
     torch_dtype: str = "float32"
     do_sample: bool = False
     fuse_draft_loop: bool = True
@@ -61,6 +65,13 @@ class Eagle3NeuronConfig:
             raise ValueError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {self.torch_dtype!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
+        if self.backend == "xla" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"backend 'xla' writes graphs for one core: tensor_parallel_size {self.tensor_parallel_size} needs "
+                "'neuron', or 'torch-export' to check it on CPUs"
+            )
         if self.batch_size < 1 or self.num_speculative_tokens < 1:
             raise ValueError("batch_size and num_speculative_tokens must be at least 1")
         least = self.num_speculative_tokens + 2

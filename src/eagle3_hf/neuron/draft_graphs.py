@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional as F
 
 from ..configuration_eagle3 import Eagle3Config
-from .layers import Shape, Step, Weights, attention, linear, make_step, mlp, rms_norm
+from . import layers
+from .layers import Shape, Step, Weights, attention, embedding, linear, make_step, mlp, rms_norm
 from .target_graphs import Memory
 
 
-def fuse(features: torch.Tensor, weights: Weights, config: Eagle3Config) -> torch.Tensor:
+def fuse(features: torch.Tensor, weights: Weights, config: Eagle3Config, shape: Shape) -> torch.Tensor:
     """Target features `[batch, n, n_aux * target_hidden]` to draft states `[batch, n, hidden]`."""
+    real = shape.real_features
     if config.norm_before_fc:
-        features = rms_norm(features, weights["input_norm.weight"], config.rms_norm_eps)
+        together = None if real is None else config.num_aux_hidden_states * real
+        features = rms_norm(features, weights["input_norm.weight"], shape.eps, together)
     if config.fc_norm:
         parts = features.chunk(config.num_aux_hidden_states, dim=-1)
-        normed = [rms_norm(p, weights[f"fc_norm.{i}.weight"], config.rms_norm_eps) for i, p in enumerate(parts)]
+        normed = [rms_norm(p, weights[f"fc_norm.{i}.weight"], shape.eps, real) for i, p in enumerate(parts)]
         features = torch.cat(normed, dim=-1)
     return linear(features, weights, "fc")
 
@@ -31,34 +33,34 @@ def decoder(
     memory: Memory,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """All layers of the draft, on the token after each state (int32 `[batch, n]`, target ids)."""
-    embeds = F.embedding(tokens.long(), weights["embed_tokens.weight"]).to(hidden.dtype)
+    embeds, real = embedding(tokens, weights, "embed_tokens", shape).to(hidden.dtype), shape.real_hidden
     new: list[torch.Tensor] = []
     for i in range(shape.num_layers):
         name = f"layers.{i}"
         residual = hidden
         if i == 0:
-            normed = rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], shape.eps)
+            normed = rms_norm(hidden, weights[f"{name}.hidden_norm.weight"], shape.eps, real)
             if config.norm_before_residual:
                 residual = normed
-            own = rms_norm(embeds, weights[f"{name}.input_layernorm.weight"], shape.eps)
+            own = rms_norm(embeds, weights[f"{name}.input_layernorm.weight"], shape.eps, real)
             x = torch.cat((own, normed), dim=-1)
         else:
-            x = rms_norm(hidden, weights[f"{name}.input_layernorm.weight"], shape.eps)
+            x = rms_norm(hidden, weights[f"{name}.input_layernorm.weight"], shape.eps, real)
         mixed, pair = attention(x, weights, f"{name}.self_attn", shape, step, (memory[2 * i], memory[2 * i + 1]))
         new += pair
         hidden = residual + mixed
-        normed = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], shape.eps)
+        normed = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], shape.eps, real)
         hidden = hidden + mlp(normed, weights, f"{name}.mlp", shape)
     if config.norm_output:
-        hidden = rms_norm(hidden, weights["norm.weight"], shape.eps)
+        hidden = rms_norm(hidden, weights["norm.weight"], shape.eps, real)
     return hidden, new
 
 
-def best_token(state: torch.Tensor, weights: Weights, config: Eagle3Config) -> torch.Tensor:
+def best_token(state: torch.Tensor, weights: Weights, config: Eagle3Config, shape: Shape) -> torch.Tensor:
     """The draft's token after each state, int32 `[batch, n]`, as a target id."""
     if config.final_norm and not config.norm_output:
-        state = rms_norm(state, weights["norm.weight"], config.rms_norm_eps)
-    best = linear(state, weights, "lm_head").argmax(dim=-1)
+        state = rms_norm(state, weights["norm.weight"], shape.eps, shape.real_hidden)
+    best = layers.best_token(linear(state, weights, "lm_head"), weights, shape)
     # One table of target ids: on the device a look-up is cheaper than adding an offset that was looked up.
     return weights["draft_to_target"].index_select(0, best.flatten()).view(best.shape)
 
@@ -89,10 +91,10 @@ def context(
     steps = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     places = positions[:, None] + steps
     step = make_step(places, steps < counts[:, None], weights, shape, memory[0].shape[2], read, memory[0].dtype)
-    hidden, new = decoder(tokens, fuse(features, weights, config), weights, config, shape, step, memory)
+    hidden, new = decoder(tokens, fuse(features, weights, config, shape), weights, config, shape, step, memory)
     last = (counts.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, hidden.shape[2])
     state = hidden.gather(1, last)
-    return best_token(state, weights, config)[:, 0], state[:, 0], new
+    return best_token(state, weights, config, shape)[:, 0], state[:, 0], new
 
 
 def recurrent(
@@ -117,7 +119,7 @@ def recurrent(
     """
     step = make_step(positions[:, None], None, weights, shape, memory[0].shape[2], read, memory[0].dtype)
     hidden, new = decoder(token[:, None], state[:, None], weights, config, shape, step, memory)
-    return best_token(hidden, weights, config)[:, 0], hidden[:, 0], new
+    return best_token(hidden, weights, config, shape)[:, 0], hidden[:, 0], new
 
 
 def propose(

@@ -73,13 +73,14 @@ def _rope(module: Any, who: str) -> tuple[torch.Tensor, float]:
     return module.inv_freq.detach().float().clone(), float(module.attention_scaling)
 
 
-def _shape(config: Any, rope_scale: float) -> Shape:
+def _shape(config: Any, vocab_size: int, rope_scale: float) -> Shape:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         hidden_size=config.hidden_size,
+        vocab_size=vocab_size,
         eps=config.rms_norm_eps,
         hidden_act=config.hidden_act,
         rope_scale=rope_scale,
@@ -132,8 +133,8 @@ def take_apart(target: Any, draft: Eagle3DraftModel) -> Models:
     return Models(
         target_config=config,
         draft_config=draft.config,
-        target_shape=_shape(config, scale),
-        draft_shape=_shape(draft.config, draft_scale),
+        target_shape=_shape(config, config.vocab_size, scale),
+        draft_shape=_shape(draft.config, size, draft_scale),
         aux_layers=aux_layers,
         target_names=names,
         draft_names=draft_names,

@@ -16,6 +16,8 @@ import torch
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
+from .parallel import ALONE, RANK, Group, embed, likeliest
+
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -24,35 +26,61 @@ class Shape:
     """What a graph must know of a model beyond its weights.
 
     Attributes:
-        num_layers, num_kv_heads, head_dim, hidden_size: as in the model's config.
+        num_layers, head_dim: as in the model's config.
+        num_kv_heads: those of one rank.
+        hidden_size: width of the states, padding included.
+        vocab_size: tokens that `lm_head` writes, over all ranks.
         eps: of every RMSNorm.
         hidden_act: name in transformers' `ACT2FN`.
         rope_scale: factor on RoPE's cosines and sines (YaRN; 1 otherwise).
+        real_hidden: lanes of a state that aren't padding; `None`: all.
+        real_features: the same of each of the target's states that a draft reads.
+        group: the ranks that share the model.
     """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
+    vocab_size: int
     eps: float
     hidden_act: str
     rope_scale: float = 1.0
+    real_hidden: int | None = None
+    real_features: int | None = None
+    group: Group = ALONE
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor]:
         return ACT2FN[self.hidden_act]
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last axis, in float32 inside, in the dtype of `x` outside."""
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, real: int | None = None) -> torch.Tensor:
+    """RMSNorm over the last axis, in float32 inside, in the dtype of `x` outside.
+
+    Args:
+        real: lanes that count for the mean, where the others are padding; they are zero and stay zero.
+    """
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    squares = wide.square()
+    mean = squares.mean(dim=-1, keepdim=True) if real is None else squares.sum(dim=-1, keepdim=True) / real
+    wide = wide * torch.rsqrt(mean + eps)
     return weight * wide.to(x.dtype)
 
 
 def linear(x: torch.Tensor, weights: Weights, name: str) -> torch.Tensor:
     """`name`'s linear layer, with its bias where there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
+def embedding(ids: torch.Tensor, weights: Weights, name: str, shape: Shape) -> torch.Tensor:
+    """Embeddings `[batch, n, width]` of int32 `[batch, n]` ids, from a table that may be split over ranks."""
+    return embed(ids, weights[f"{name}.weight"], weights.get(RANK), shape.group)
+
+
+def best_token(logits: torch.Tensor, weights: Weights, shape: Shape) -> torch.Tensor:
+    """The likeliest token, int32 `[batch, n]`, of logits `[batch, n, vocab]` that may be split over ranks."""
+    return likeliest(logits, shape.vocab_size, weights.get(RANK), shape.group)
 
 
 def rope_tables(
@@ -182,10 +210,10 @@ def attention(
     query, key = rotate(query.transpose(1, 2), step.rope), rotate(key.transpose(1, 2), step.rope)
     keys, values = write_slots(memory[0], key, step.slots), write_slots(memory[1], value, step.slots)
     out = attend(query, keys[:, :, : step.read], values[:, :, : step.read], step.visible)
-    return linear(out, weights, f"{name}.o_proj"), (keys, values)
+    return shape.group.sum(linear(out, weights, f"{name}.o_proj")), (keys, values)
 
 
 def mlp(x: torch.Tensor, weights: Weights, name: str, shape: Shape) -> torch.Tensor:
     """Gated MLP on `[..., hidden]`."""
     gate = shape.activation(linear(x, weights, f"{name}.gate_proj"))
-    return linear(gate * linear(x, weights, f"{name}.up_proj"), weights, f"{name}.down_proj")
+    return shape.group.sum(linear(gate * linear(x, weights, f"{name}.up_proj"), weights, f"{name}.down_proj"))

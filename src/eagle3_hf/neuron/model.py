@@ -22,6 +22,7 @@ from .generation import Generation, HostSampling, stop_rule, unpad
 from .options import new_tokens, prepare
 from .runtime import GraphRuntime
 from .specs import GraphTable
+from .split import fit
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +67,13 @@ class Eagle3NeuronModelForCausalLM:
         Args:
             model_id, draft_model_id: folder, Hub id, or the loaded model.
             config: the target's config, where it is loaded already.
-            tensor_parallel_size: 1; graphs aren't split over cores.
+            tensor_parallel_size: cores to split both models over; default: 1.
             sequence_length: default: the target's positions, at most 2048.
             options: further fields of [`Eagle3NeuronConfig`].
 
         Raises:
             ValueError: the target's family isn't supported, or values contradict each other.
         """
-        if tensor_parallel_size not in (None, 1):
-            raise ValueError(f"tensor_parallel_size {tensor_parallel_size}: graphs for more than one core aren't built")
         if config is None:
             loaded = isinstance(model_id, torch.nn.Module)
             config = model_id.config if loaded else AutoConfig.from_pretrained(model_id, token=token, revision=revision)
@@ -85,6 +84,7 @@ class Eagle3NeuronModelForCausalLM:
         return Eagle3NeuronConfig(
             batch_size=1 if batch_size is None else batch_size,
             sequence_length=sequence_length,
+            tensor_parallel_size=1 if tensor_parallel_size is None else tensor_parallel_size,
             instance_type=instance_type,
             model_id=_name(model_id),
             draft_model_id=_name(draft_model_id),
@@ -121,7 +121,7 @@ class Eagle3NeuronModelForCausalLM:
         keep = tempfile.TemporaryDirectory(prefix="eagle3-neuron-") if output is None else None
         folder = Path(keep.name if keep else os.fspath(output))  # type: ignore[arg-type]
         target, draft = load_pair(model_id, draft_model_id, neuron_config.dtype, token=token, revision=revision)
-        models = take_apart(target, draft)
+        models = fit(take_apart(target, draft), neuron_config, backend.group(neuron_config.tensor_parallel_size))
         graphs = GraphTable(models, neuron_config).all()
         logger.info("compiling %d graphs into %s", len(graphs), folder)
         artefact.write(folder, models, neuron_config, graphs, backend)
@@ -157,12 +157,13 @@ class Eagle3NeuronModelForCausalLM:
             ImportError: the backend's packages are missing.
         """
         loading = {name: options.pop(name) for name in ("torch_compile", "warm_up") if name in options}
+        if num_cores is not None:
+            options["tensor_parallel_size"] = num_cores
         if auto_cast_type is not None:
             options["torch_dtype"] = auto_cast_type
         if export:
             if draft_model is None:
                 raise ValueError("export=True needs draft_model, the EAGLE-3 draft")
-            options.setdefault("tensor_parallel_size", num_cores)
             config = cls.get_neuron_config(model_id, draft_model, token=token, revision=revision, **options)
             return cls.export(model_id, draft_model, config, token, revision, load_weights=True, **loading)
         if isinstance(model_id, torch.nn.Module):
@@ -175,9 +176,6 @@ class Eagle3NeuronModelForCausalLM:
             )
         manifest = artefact.read_manifest(folder)
         artefact.check_unchanged(Eagle3NeuronConfig.from_pretrained(folder), manifest, str(folder / CONFIG_FILE))
-        cores = options.pop("tensor_parallel_size", num_cores)
-        if cores not in (None, 1):
-            raise ValueError(f"tensor_parallel_size {cores}: the graphs were compiled for 1 core")
         if options:
             asked = Eagle3NeuronConfig.from_dict({**manifest.compiled.to_dict(), **options})
             artefact.check_unchanged(asked, manifest, "what from_pretrained() was asked for")

@@ -7,24 +7,22 @@ import torch
 REJECTED = -1
 
 
-def choose(
-    logits: torch.Tensor, temperature: torch.Tensor | None = None, uniforms: torch.Tensor | None = None
+def draw(
+    logits: torch.Tensor, likeliest: torch.Tensor, temperature: torch.Tensor, uniforms: torch.Tensor
 ) -> torch.Tensor:
-    """One token for each place: the likeliest, or one drawn with the host's random numbers.
+    """One token for each place, drawn with the host's random numbers.
 
     Drawing is by inverting the cumulative distribution, so the same numbers give the same tokens on every backend.
 
     Args:
         logits: `[batch, n, vocab]`.
-        temperature: float32 `[batch]`; 0 is greedy for that row. `None`: greedy.
+        likeliest: int32 `[batch, n]`, the token of greedy rows.
+        temperature: float32 `[batch]`; 0 is greedy for that row.
         uniforms: float32 `[batch, n]` in `[0, 1)`.
 
     Returns:
         int32 `[batch, n]`.
     """
-    likeliest = logits.argmax(dim=-1).to(torch.int32)
-    if temperature is None or uniforms is None:
-        return likeliest
     heat = temperature[:, None, None]
     greedy = heat <= 0
     probabilities = (logits.float() / torch.where(greedy, torch.ones_like(heat), heat)).softmax(dim=-1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,21 @@ class GraphRuntime:
 
     def __init__(self, folder: Path, manifest: Manifest, backend: Backend, options: Mapping[str, Any]):
         self.config, self.entries, self.backend = manifest.compiled, manifest.graphs, backend
-        weights = {name: backend.place(tensor) for name, tensor in read_weights(folder).items()}
-        self._run = {
-            name: backend.load(folder / entry.file, [weights[place] for place in entry.weights], options)
-            for name, entry in self.entries.items()
-        }
+        world = self.config.tensor_parallel_size
+        weights = [read_weights(folder, rank, world) for rank in backend.ranks(world)]
+        self._run = backend.load_all(folder, self.entries, weights, options)
         self.memory: dict[str, torch.Tensor] = {}
         self.calls: dict[str, int] = dict.fromkeys(self.entries, 0)
         self.warm = False
         self.reset()
 
     def reset(self) -> None:
-        """Forget all keys and values."""
+        """Forget all keys and values.
+
+        Where the device holds them, it keeps them: what an earlier text left isn't visible to the next.
+        """
+        if self.backend.holds_memory:
+            return
         specs = {spec.name: spec for entry in self.entries.values() for spec in entry.memory}
         # zeros: a slot that nobody wrote is multiplied by a zero attention weight, and 0 * nan is nan.
         self.memory = {name: self.backend.place(spec.zeros()) for name, spec in specs.items()}
@@ -59,10 +61,11 @@ class GraphRuntime:
             raise ValueError(f"graph {name} takes {len(entry.inputs)} inputs, got {len(inputs)}")
         for spec, tensor in zip(entry.inputs, inputs):
             spec.check(tensor)
-        memory = [self.memory[spec.name] for spec in entry.memory]
-        with _no_recompiling() if self.warm else contextlib.nullcontext():
+        kept = () if self.backend.holds_memory else entry.memory
+        memory = [self.memory[spec.name] for spec in kept]
+        with self.backend.no_compiling() if self.warm else contextlib.nullcontext():
             made = self._run[name]([self.backend.place(tensor) for tensor in inputs], memory)
-        for i, spec in enumerate(entry.memory):
+        for i, spec in enumerate(kept):
             self.memory[spec.name] = made[entry.aliases[i]]
         self.calls[name] += 1
         return made[: len(entry.outputs)]
@@ -77,7 +80,8 @@ class GraphRuntime:
         self.warm = True
 
     def _sampling(self, sampling: Any, places: int) -> list[torch.Tensor]:
-        return [] if sampling is None else sampling.draw(self.config.batch_size, places)
+        drawn = [] if sampling is None else sampling.draw(self.config.batch_size, places)
+        return [self.backend.agree(tensor) for tensor in drawn]
 
     def prefill(self, ids: torch.Tensor, lengths: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Read prompts; int32 `[batch, S]` with `S` a bucket, and int32 `[batch]`. Next tokens and aux states."""
@@ -148,7 +152,3 @@ class GraphRuntime:
             token, state = self.call(name, [found[-1], state, last + depth])
             found.append(self.backend.fetch(token))
         return torch.stack(found, dim=1)
-
-
-def _no_recompiling() -> AbstractContextManager[Any]:
-    return torch.compiler.set_stance("fail_on_recompile")

@@ -52,6 +52,7 @@ class Graph:
         memory: keys and values it takes; it gives the same ones back, in this order, after `outputs`.
         weights: stored names of the weights it reads, in the order they are passed.
         function: `(weights, inputs, memory) -> (outputs, memory)`, all lists of tensors.
+        world: ranks that run it together; sizes and weights are one rank's.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Graph:
     memory: tuple[TensorSpec, ...]
     weights: tuple[str, ...]
     function: Callable[[Tensors, Tensors, Tensors], tuple[list[torch.Tensor], list[torch.Tensor]]]
+    world: int = 1
 
     @property
     def aliases(self) -> dict[int, int]:
@@ -87,7 +89,7 @@ class GraphTable:
     """Makes every graph that `config` asks for.
 
     Args:
-        models: the pair.
+        models: the pair, `fit` for `config`.
         config: what to compile for.
 
     Raises:
@@ -137,7 +139,8 @@ class GraphTable:
             return list(made), list(new)
 
         memory = (self.target_memory if with_target else ()) + (self.draft_memory if with_draft else ())
-        return Graph(name, tuple(inputs), tuple(outputs), memory, stored, function)
+        world = self.config.tensor_parallel_size
+        return Graph(name, tuple(inputs), tuple(outputs), memory, stored, function, world)
 
     def prefill(self, size: int) -> Graph:
         """`target_prefill_S`."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional as F
 
-from .layers import Shape, Step, Weights, attention, linear, make_step, mlp, rms_norm
-from .rejection import choose, reject
+from .layers import Shape, Step, Weights, attention, best_token, embedding, linear, make_step, mlp, rms_norm
+from .rejection import draw, reject
 
 Memory = Sequence[torch.Tensor]
 
@@ -27,21 +26,30 @@ def decoder(
         The last state after the final norm `[batch, n, hidden]`, the aux states side by side
         `[batch, n, len(aux_layers) * hidden]`, and the new memory.
     """
-    hidden = F.embedding(ids.long(), weights["model.embed_tokens.weight"])
+    hidden = embedding(ids, weights, "model.embed_tokens", shape)
     states: dict[int, torch.Tensor] = {}
     new: list[torch.Tensor] = []
     for i in range(shape.num_layers):
         states[i] = hidden
         name = f"model.layers.{i}"
-        normed = rms_norm(hidden, weights[f"{name}.input_layernorm.weight"], shape.eps)
+        normed = rms_norm(hidden, weights[f"{name}.input_layernorm.weight"], shape.eps, shape.real_hidden)
         mixed, pair = attention(normed, weights, f"{name}.self_attn", shape, step, (memory[2 * i], memory[2 * i + 1]))
         new += pair
         hidden = hidden + mixed
-        normed = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], shape.eps)
+        normed = rms_norm(hidden, weights[f"{name}.post_attention_layernorm.weight"], shape.eps, shape.real_hidden)
         hidden = hidden + mlp(normed, weights, f"{name}.mlp", shape)
     states[shape.num_layers] = hidden
     aux = torch.cat([states[i] for i in aux_layers], dim=-1)
-    return rms_norm(hidden, weights["model.norm.weight"], shape.eps), aux, new
+    return rms_norm(hidden, weights["model.norm.weight"], shape.eps, shape.real_hidden), aux, new
+
+
+def next_tokens(state: torch.Tensor, weights: Weights, shape: Shape, sampling: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The token that the target writes after each state, int32 `[batch, n]`; `sampling` as for the graphs."""
+    logits = linear(state, weights, "lm_head")
+    greedy = best_token(logits, weights, shape)
+    if not sampling:
+        return greedy
+    return draw(shape.group.gather(logits)[..., : shape.vocab_size], greedy, *sampling)
 
 
 def prefill(
@@ -68,8 +76,7 @@ def prefill(
     step = make_step(positions, positions < lengths[:, None], weights, shape, memory[0].shape[2], size, memory[0].dtype)
     state, aux, new = decoder(ids, weights, shape, aux_layers, step, memory)
     last = (lengths.long() - 1).clamp(min=0)[:, None, None].expand(-1, 1, state.shape[2])
-    logits = linear(state.gather(1, last), weights, "lm_head")
-    return choose(logits, *sampling)[:, 0], aux, new
+    return next_tokens(state.gather(1, last), weights, shape, sampling)[:, 0], aux, new
 
 
 def verify(
@@ -100,7 +107,7 @@ def verify(
     places = positions[:, None] + torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)
     step = make_step(places, None, weights, shape, capacity, read, memory[0].dtype)
     state, aux, new = decoder(ids, weights, shape, aux_layers, step, memory)
-    chosen = choose(linear(state, weights, "lm_head"), *sampling)
+    chosen = next_tokens(state, weights, shape, sampling)
     if ids.shape[1] == 1:
         # Nothing to reject; and a compiler has no cumulative sum over no columns.
         return chosen, torch.ones_like(positions), chosen, aux, new

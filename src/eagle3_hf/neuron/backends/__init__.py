@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 
-from .base import Backend, Runner
+from .base import Backend, Compiled, Runner
 
 _PLACES = {
     "torch-export": ("torch_export", "TorchExportBackend"),
+    "xla": ("xla", "XlaBackend"),
     "neuron": ("neuron", "NeuronBackend"),
 }
 
-__all__ = ["Backend", "Runner", "get_backend"]
+__all__ = ["Backend", "Compiled", "Runner", "get_backend"]
 
 
 def get_backend(name: str, instance_type: str | None = None) -> Backend:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..parallel import ALONE, DistributedGroup, Group
 from ..specs import Graph
-from .base import Backend, Runner
+from .base import Compiled, Runner, SingleFileBackend
+
+if TYPE_CHECKING:
+    from ..artefact import Entry
 
 
 class Lifted(nn.Module):
@@ -59,23 +64,50 @@ def operators(program: torch.export.ExportedProgram) -> dict[str, int]:
     return dict(sorted(Counter(calls).items()))
 
 
-class TorchExportBackend(Backend):
-    """Backend `torch-export`. Loading option: `torch_compile`, a `torch.compile` backend or a callable."""
+class TorchExportBackend(SingleFileBackend):
+    """Backend `torch-export`. Loading option: `torch_compile`, a `torch.compile` backend or a callable.
+
+    Graphs for several ranks run in as many processes, joined by `torch.distributed`.
+    """
 
     name = "torch-export"
     suffix = "pt2"
 
+    def __init__(self) -> None:
+        self.world = 1
+
     def check_available(self) -> None:
         """torch is always there."""
 
-    def compile(self, graph: Graph, stored: Mapping[str, torch.Tensor], path: Path) -> dict[str, int]:
+    def group(self, world: int) -> Group:
+        return DistributedGroup(world) if world > 1 else ALONE
+
+    def ranks(self, world: int) -> list[int]:
+        """This process' own rank.
+
+        Raises:
+            RuntimeError: `torch.distributed` isn't set up for as many ranks.
+        """
+        self.world = world
+        if world == 1:
+            return [0]
+        has = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 0
+        if has != world:
+            raise RuntimeError(
+                f"these graphs were compiled for {world} cores, which backend 'torch-export' runs as {world} processes "
+                f"(torch.distributed has {has or 'none'} here): start them with torchrun --nproc-per-node {world}, and "
+                'call torch.distributed.init_process_group("gloo") first'
+            )
+        return [torch.distributed.get_rank()]
+
+    def compile(self, graph: Graph, stored: Mapping[str, torch.Tensor], path: Path) -> Compiled:
         program = trace(graph, stored)
         # torch saves the example inputs beside the program, which here are all the weights once more.
         program._example_inputs = None
         torch.export.save(program, path)
-        return operators(program)
+        return Compiled(path, operators(program))
 
-    def load(self, path: Path, weights: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Runner:
+    def load(self, path: Path, entry: Entry, weights: Sequence[torch.Tensor], options: Mapping[str, Any]) -> Runner:
         module: Callable = torch.export.load(path).module()
         if options.get("torch_compile"):
             module = torch.compile(module, fullgraph=True, dynamic=False, backend=options["torch_compile"])
@@ -86,3 +118,11 @@ class TorchExportBackend(Backend):
                 return module(held, list(inputs), list(memory))
 
         return run
+
+    def agree(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.world > 1:
+            torch.distributed.broadcast(tensor, 0)
+        return tensor
+
+    def no_compiling(self) -> AbstractContextManager[Any]:
+        return torch.compiler.set_stance("fail_on_recompile")
