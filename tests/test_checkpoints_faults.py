@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from pathlib import Path
@@ -315,6 +316,82 @@ def test_padding_of_own_embeddings_and_head(tmp_path: Path):
 )
 def test_rope_that_is_not_understood(scaling, message: str, tmp_path: Path):
     refused(write(tmp_path, llama(**EAGLE, rope_scaling=scaling), mapped()()), message)
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "own"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (gzip.compress(b"x" * 100), "it is gzip-compressed"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "Git LFS pointer"),
+        (b"<!doctype html>", "it is a web page"),
+        (bytes(range(200, 256)), "isn't a file that torch.save wrote|is damaged or cut short"),
+        (b"", "is empty|is damaged or cut short"),
+    ],
+    ids=["gzip", "lfs", "html", "garbage", "empty"],
+)
+def test_bin_that_is_something_else(content: bytes, message: str, published: bool, tmp_path: Path):
+    folder = tmp_path / "draft"
+    if published:
+        FIXTURES["eagle"].write(folder)
+    else:
+        folder = own(tmp_path)
+        (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(content)
+    refused(folder, message)
+    refused(folder, "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "own"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        gzip.compress(b"x" * 100),
+        b"\xff" * 7 + b"\x7f" + b"{}",
+        (1 << 40).to_bytes(8, "little") + b"{}",
+        b"",
+        b"[]" * 40,
+    ],
+    ids=["gzip", "header-huge", "header-beyond-the-file", "empty", "garbage"],
+)
+def test_safetensors_that_is_something_else(content: bytes, published: bool, tmp_path: Path):
+    folder = FIXTURES["specforge"].write(tmp_path / "draft") if published else own(tmp_path)
+    (folder / "model.safetensors").write_bytes(content)
+    refused(folder, r"model\.safetensors is damaged or cut short \(.*bytes\)")
+
+
+def test_one_tensor_in_two_shards(tmp_path: Path):
+    folder = FIXTURES["specforge-ids"].write(tmp_path)
+    first, second = sorted(folder.glob("*.safetensors"))
+    save_file(load_file(second) | {"fc.weight": load_file(first)["fc.weight"]}, second)
+    refused(folder, rf"{second.name} holds tensors that another shard holds too: fc\.weight")
+
+
+@pytest.mark.parametrize("content", [{}, {"weight_map": ["fc.weight"]}, {"weight_map": {"fc.weight": 1}}])
+def test_index_without_a_map(content: dict, tmp_path: Path):
+    folder = FIXTURES["specforge-ids"].write(tmp_path)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+    refused(folder, r"index\.json has no weight_map")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_weights_of_a_wrong_dtype(dtype: torch.dtype, tmp_path: Path):
+    tensors = mapped()()
+    tensors["midlayer.mlp.up_proj.weight"] = tensors["midlayer.mlp.up_proj.weight"].to(dtype)
+    message = rf"aren't floating-point numbers: midlayer\.mlp\.up_proj\.weight \({dtype}\)"
+    refused(write(tmp_path, llama(**EAGLE), tensors, "bin"), message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": "4"}, "num_attention_heads must be a whole number above 0, got '4'"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be a whole number above 0, got 0"),
+        ({"hidden_act": "sillu"}, "hidden_act 'sillu' isn't known"),
+    ],
+)
+def test_config_values_that_make_no_sense(changes: dict, message: str, tmp_path: Path):
+    refused(FIXTURES["specforge"].write(tmp_path, **changes), message)
 
 
 def test_index_that_points_elsewhere(tmp_path: Path):

@@ -11,7 +11,7 @@ import yaml
 from checkpoint_fixtures import FIXTURES
 
 from eagle3_hf import Eagle3DraftModel
-from eagle3_hf.checkpoints.hub import acceptance_table
+from eagle3_hf.checkpoints.hub import acceptance_table, model_card
 
 ROWS = [
     {"prompts": "MT-bench", "drafting": "chain of 4", "temperature": 0, "tau": 2.345, "acceptance_rate": 0.336},
@@ -94,6 +94,16 @@ def test_licence_and_target_are_needed(tmp_path: Path, calls: list):
 def test_unmeasured_is_said(tmp_path: Path, calls: list):
     draft(tmp_path).push_to_hub("acme/draft", licence="mit")
     assert "Not measured." in dict(calls)["upload_folder"]["content"]["README.md"].decode()
+
+
+def test_aux_states_on_the_card(tmp_path: Path):
+    for name, text in (
+        ("eagle", "the default, inputs of layers 2, L//2, L-3"),
+        ("speculators", "inputs of layers 2, 4, 5"),
+        ("modelopt-no-aux", "none; the output of the final norm"),
+    ):
+        card = model_card(draft(tmp_path / name, name), "acme/draft", "acme/target", "mit")
+        assert f"| aux hidden states | {text} |" in card
 
 
 def test_table_errors():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..compat import normalise_rope
@@ -77,6 +78,8 @@ def derive_config(fields: dict[str, Any], weights: dict[str, torch.Tensor], num_
     if made.values["norm_output"] and not has_norm:
         raise ValueError("norm_output is true, but the checkpoint has no norm.weight")
     made.values["hidden_act"] = fields.get("hidden_act") or "silu"
+    if made.values["hidden_act"] not in ACT2FN:
+        raise ValueError(f"hidden_act {made.values['hidden_act']!r} isn't known to transformers")
     made.values["max_position_embeddings"] = fields.get("max_position_embeddings") or 2048
     eps = fields.get("rms_norm_eps")
     if eps is None:
@@ -160,9 +163,8 @@ def is_single_state(fields: dict[str, Any], weights: dict[str, torch.Tensor]) ->
 
 
 def _single_state(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    hidden = made.shape(
-        "hidden_size", fields.get("hidden_size"), _need(weights, f"{_LAYER}mlp.gate_proj.weight").shape[1]
-    )
+    gate = _need(weights, _intermediate())
+    hidden = made.shape("hidden_size", fields.get("hidden_size"), gate.shape[1])
     made.values["use_aux_hidden_state"] = False
     made.shape("target_hidden_size", fields.get("target_hidden_size"), hidden)
     made.values["num_aux_hidden_states"] = 1
@@ -181,6 +183,9 @@ def _heads(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tenso
     rows = _need(weights, f"{_LAYER}self_attn.q_proj.weight").shape[0]
     kv_rows = _need(weights, f"{_LAYER}self_attn.k_proj.weight").shape[0]
     heads, dim = fields.get("num_attention_heads"), fields.get("head_dim")
+    for key, value in (("num_attention_heads", heads), ("head_dim", dim)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
     norm = weights.get(f"{_LAYER}self_attn.q_norm.weight")
     if norm is not None:
         size = norm.shape[0]

@@ -99,7 +99,10 @@ class CheckpointFiles:
                 continue
             if not name.endswith(".index.json"):
                 return [file]
-            shards = sorted(set((self.json(name) or {}).get("weight_map", {}).values()))
+            places = (self.json(name) or {}).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(shard, str) for shard in places.values()):
+                raise ValueError(f"{file} has no weight_map from tensor names to file names: it is no index of shards")
+            shards = sorted(set(places.values()))
             strange = [shard for shard in shards if Path(shard).name != shard]
             if strange:
                 raise ValueError(f"{file} names shards outside its own folder: {', '.join(strange)}")
@@ -146,10 +149,15 @@ class CheckpointFiles:
         return weights, names
 
     def check(self) -> None:
-        """Open every weight file, so that a damaged one is named before anything is loaded from it."""
+        """Open every weight file, so that a damaged one is named before anything is loaded from it.
+
+        Pickles are read whole: what is in them can't be known without.
+        """
         for file in self.weight_files():
             if file.suffix == ".safetensors":
                 _damaged_or(file, lambda file=file: list(_opened(file)))
+            else:
+                read_pickle(file)
 
 
 def _opened(file: Path) -> list[str]:
@@ -161,7 +169,9 @@ def _damaged_or(file: Path, read: Any) -> Any:
     try:
         return read()
     except (SafetensorError, EOFError) as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}): fetch or copy it again") from error
+        raise ValueError(
+            f"{file} is damaged or cut short ({error}; {file.stat().st_size} bytes): fetch or copy it again"
+        ) from error
 
 
 def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
@@ -170,6 +180,20 @@ def _read_safetensors(file: Path) -> dict[str, torch.Tensor]:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
 
     return _damaged_or(file, read)
+
+
+def _is_pickle(file: Path) -> bool:
+    with file.open("rb") as opened:
+        start = opened.read(2)
+    return start in {b"PK", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"}  # zip archive, or a bare pickle
+
+
+def _looks_like(file: Path) -> str:
+    known = {b"\x1f\x8b": "it is gzip-compressed", b"<!": "it is a web page", b"<h": "it is a web page",
+             b"ve": "it may be a Git LFS pointer, the file itself wasn't fetched", b"": "it is empty"}  # fmt: skip
+    with file.open("rb") as opened:
+        start = opened.read(2)
+    return known.get(start, f"it begins with {start!r}") + "; fetch it again"
 
 
 def read_pickle(file: Path) -> dict[str, torch.Tensor]:
@@ -184,12 +208,16 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
         # torch's own message goes on to recommend weights_only=False, which is what must not be done here.
         found = str(error).partition("GLOBAL ")[2].split()
         named = found[0] if found else "objects other than tensors"
+        if not found and not _is_pickle(file):
+            raise ValueError(f"{file} isn't a file that torch.save wrote: {_looks_like(file)}") from None
         raise ValueError(
             f"{file} is refused: unpickling it would run code ({named}). Only tensors are read; ask its "
             "publisher for safetensors"
         ) from None
     except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file} is damaged or cut short ({str(error).splitlines()[0]}): fetch it again") from error
+        raise ValueError(
+            f"{file} is damaged or cut short ({(str(error) or type(error).__name__).splitlines()[0]}): fetch it again"
+        ) from error
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
     if not isinstance(content, dict):

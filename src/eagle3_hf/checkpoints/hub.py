@@ -65,7 +65,12 @@ def model_card(
     """
     config = draft.config
     ids = config.aux_hidden_state_layers
-    aux = f"inputs of layers {', '.join(map(str, ids))}" if ids else "the default, inputs of layers 2, L//2, L-3"
+    if ids:
+        aux = f"inputs of layers {', '.join(map(str, ids))}"
+    elif config.use_aux_hidden_state:
+        aux = "the default, inputs of layers 2, L//2, L-3"
+    else:
+        aux = "none; the output of the final norm"
     tokens = draft.generation_config.num_assistant_tokens
     measured = acceptance_table(acceptance) if acceptance else "Not measured."
     place = Path(repo_id)

@@ -72,6 +72,7 @@ def prepare(
     origin = {new: old for old, new in renamed.items()}
     warnings += refuse_unsupported(config, fields, weights)
     record = Provenance(files.source, layout.name, evidence, names, renamed, dropped)
+    _check_dtypes(weights, origin)
     _check_finite(weights, origin)
     _settle_head(fields, weights, target, record)
     vocabulary = settle_vocabulary(fields, weights)
@@ -210,6 +211,17 @@ def _single_device(device_map: Any) -> Any:
     if device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device_map
+
+
+def _check_dtypes(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> None:
+    odd = {
+        name: tensor.dtype
+        for name, tensor in weights.items()
+        if name not in {"d2t", "t2d"} and not tensor.is_floating_point()
+    }
+    if odd:
+        listed = ", ".join(f"{origin.get(name, name)} ({dtype})" for name, dtype in odd.items())
+        raise ValueError(f"weights that aren't floating-point numbers: {listed}")
 
 
 def _check_finite(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ class Vocabulary:
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one dimension, it has shape {tuple(tensor.shape)}")
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise ValueError(
             f"{name} is stored as {tensor.dtype}, which doesn't hold token ids exactly (a cast of the whole "
             "checkpoint?): the map is lost, get the original file"

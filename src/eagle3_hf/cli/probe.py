@@ -26,6 +26,18 @@ _PROMPTS = (
     "Write a polite e-mail that moves a meeting to Friday.",
     "Which foods contain a lot of iron?",
     "Compare cats and dogs as pets.",
+    "How do vaccines work?",
+    "Write a short poem about the sea.",
+    "List the planets of the solar system with one fact each.",
+    "What does a compiler do?",
+    "Plan a simple dinner for four people.",
+    "Translate into French: Where is the railway station?",
+    "Why did the Roman Empire fall?",
+    "Write an SQL query that counts the orders of each customer.",
+    "If 3 apples cost 2 euros, what do 12 apples cost?",
+    "Give advice to somebody who starts a new job.",
+    "Explain the difference between weather and climate.",
+    "Tell me a story that begins with a lost key.",
 )
 
 
@@ -36,7 +48,9 @@ def probe(
         Path | None,
         typer.Option("--prompts", help="JSON Lines with `turns` or `prompt`, instead of the built-in ones."),
     ] = None,
-    count: Annotated[int, typer.Option("--num-prompts", min=1, help="How many of them.")] = 12,
+    count: Annotated[
+        int, typer.Option("--num-prompts", min=1, help="How many of them at most; half of them if that is enough.")
+    ] = len(_PROMPTS),
     new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=4, help="Tokens of each continuation.")] = 64,
     raw: Annotated[bool, typer.Option("--raw", help="Don't put the prompts into the chat template.")] = False,
     threads: ThreadsOption = None,
@@ -44,7 +58,7 @@ def probe(
     dtype: DtypeOption = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file too.")] = None,
 ) -> None:
-    """Measure the draft's acceptance as loaded, with shifted aux ids and with other norms, and say which is right."""
+    """Measure how well the draft predicts as loaded, with other aux ids and norms, and say which reading is right."""
     from ..checkpoints.probe import probe_draft
     from .common import encode, load, thread_count
     from .measure import read_prompts
@@ -54,8 +68,10 @@ def probe(
         loaded = load(target, draft, device, dtype)
         assert loaded.draft is not None
         ids = [encode(loaded.tokenizer, text, loaded.target.device, raw)["input_ids"] for text in texts]
-        verdict = probe_draft(loaded.target, loaded.draft, ids, new_tokens)
+        verdict = probe_draft(loaded.target, loaded.draft, ids, new_tokens, enough=(len(ids) + 1) // 2)
     console = Console(highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # a log has no edge to keep within
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("reading", "aux ids", "1st token", "2nd token", "log-prob.", "places"):
         table.add_column(name, no_wrap=True, justify="left" if name in {"reading", "aux ids"} else "right")
