@@ -1,74 +1,49 @@
 """The checklist of docs/adding-a-target.md, for every registered family: capture, export of the class, same output.
 
-To register a family, add a line to `FAMILIES`: a function that makes its smallest sensible configuration.
+Families are registered in `src/eagle3_hf/families.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from support import CHAIN, DYNAMIC, VOCAB, assert_same_as_plain, make_draft, prompts, texts_of
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from support import CHAIN, DYNAMIC, assert_same_as_plain, make_draft, prompts, texts_of
+from transformers import AutoModelForCausalLM
 
 from eagle3_hf import AutoEagle3Target, disable_eagle3, enable_eagle3
-from eagle3_hf.aux_layers import default_aux_layers, find_decoder
+from eagle3_hf.aux_layers import check_aux_layers, default_aux_layers, find_decoder
+from eagle3_hf.families import FAMILIES, TINY_LAYERS, TINY_VOCAB, family_of
 
-LAYERS, WINDOW = 8, 8
-_SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 96,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3, "tie_word_embeddings": False,
-}  # fmt: skip
-_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-
-
-def _make(config: str, without: tuple[str, ...] = (), **changes: Any) -> Callable[[], PretrainedConfig]:
-    def make() -> PretrainedConfig:
-        shape = {name: value for name, value in _SHAPE.items() if name not in without}
-        return getattr(transformers, config)(**(shape | changes))
-
-    return make
-
-
-FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
-    "llama": _make("LlamaConfig"),
-    "qwen2": _make("Qwen2Config", without=("head_dim",)),
-    "qwen3": _make("Qwen3Config"),
-    "qwen3_moe": _make("Qwen3MoeConfig", **_EXPERTS),
-    "mistral": _make("MistralConfig", sliding_window=WINDOW),
-    "mixtral": _make("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
-    "gemma2": _make("Gemma2Config", query_pre_attn_scalar=8, **_MIXED),
-    "gemma3": _make("Gemma3TextConfig", query_pre_attn_scalar=8, **_MIXED),
-    "gpt_oss": _make("GptOssConfig", num_local_experts=4, num_experts_per_tok=2, **_MIXED),
-    "phi3": _make("Phi3Config", without=("head_dim",), original_max_position_embeddings=96),
-    "granite": _make("GraniteConfig", without=("head_dim",), embedding_multiplier=2.0, residual_multiplier=0.5),
-    "olmo2": _make("Olmo2Config", without=("head_dim",)),
-    "glm4": _make("Glm4Config"),
-    "cohere2": _make("Cohere2Config", without=("head_dim",), **_MIXED),
-    "smollm3": _make("SmolLM3Config", without=("head_dim",)),
-    "llama4": _make(
-        "Llama4TextConfig", num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=48,
-        attention_chunk_size=16, interleave_moe_layer_step=2,
-    ),
-}  # fmt: skip
+LAYERS = TINY_LAYERS
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def target(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
-    made = AutoEagle3Target.from_config(FAMILIES[request.param](), attn_implementation="eager")
+    made = AutoEagle3Target.from_config(FAMILIES[request.param].tiny_config(), attn_implementation="eager")
     made.generation_config.eos_token_id = None
     return made
 
 
-def test_at_least_fifteen():
-    assert len(FAMILIES) >= 15
+def test_at_least_sixteen_and_documented():
+    assert len(FAMILIES) >= 16
+    page = (Path(__file__).parents[1] / "docs" / "adding-a-target.md").read_text()
+    assert [name for name in FAMILIES if f"`{name}`" not in page] == []
+
+
+def test_registry_is_true(target: Any):
+    family = family_of(target.config)
+    assert family is FAMILIES[target.config.get_text_config().model_type]
+    place = target
+    for name in family.layers.split("."):
+        place = getattr(place, name)
+    assert place is find_decoder(target)[0]
+    assert family.default_aux_layers(LAYERS) == target.get_eagle3_aux_hidden_state_layers()
+    for layers, ids in family.aux_layers.items():
+        assert check_aux_layers(ids, layers) == tuple(sorted(ids)) != default_aux_layers(layers)
 
 
 def test_aux_states_are_the_layer_inputs(target: Any):
@@ -104,7 +79,7 @@ def test_sampled_output_ends_in_time(target: Any):
     torch.manual_seed(0)
     out = target.generate(**inputs, assistant_model=draft, do_sample=True, max_new_tokens=7)
     assert [len(text) for text in texts_of(out, inputs)] == [13]
-    assert int(out.max()) < VOCAB
+    assert int(out.max()) < TINY_VOCAB
 
 
 def test_saves_as_its_own_class_and_can_be_undone(target: Any, tmp_path: Path):
