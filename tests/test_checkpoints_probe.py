@@ -6,9 +6,12 @@ import copy
 
 import pytest
 import torch
+from scipy import stats
 from support import make_draft, make_target
+from transformers import DynamicCache
 
-from eagle3_hf.checkpoints.probe import probe_draft
+from eagle3_hf.checkpoints.probe import _continue, _second_step, probe_draft
+from eagle3_hf.checkpoints.verdict import Reading, judge, signed_rank
 from eagle3_hf.training.objective import training_time_test
 
 IDS = [2, 4, 6]
@@ -104,3 +107,77 @@ def test_vocabulary_of_another_head(trained, target, texts):
 def test_no_prompt(trained, target):
     with pytest.raises(ValueError, match="at least one prompt"):
         probe_draft(target, trained, [])
+
+
+def test_ids_and_norms_wrong_at_once(trained, target, texts):
+    wrong = copy.deepcopy(trained)
+    wrong.config.aux_hidden_state_layers = [i + 1 for i in IDS]
+    wrong.config.norm_before_residual = wrong.layers[0].norm_before_residual = True
+    verdict = probe_draft(target, wrong, texts, NEW)
+    assert verdict.best == "aux ids -1, norm_before_residual off", verdict
+    assert verdict.text.startswith("the aux ids are off and norm_before_residual is read wrong")
+    assert verdict.text.endswith("Load it with aux_hidden_state_layers=[2, 4, 6], norm_before_residual=False")
+
+
+def test_second_step_is_the_recurrent_step(trained, target, texts):
+    (text,) = [_continue(target, texts[0], set(IDS), 8)]
+    features = torch.cat([text.states[i] for i in IDS], dim=-1)
+    cache = DynamicCache()
+    with torch.no_grad():
+        out = trained(features[:, :-1], inputs_embeds=text.embeds[:, 1:], cache=cache)
+        places = torch.tensor([3, 7, 9])
+        found = _second_step(trained, out.last_hidden_state, text.embeds, places, cache)
+        for place, logits in zip(places.tolist(), found):
+            cache = DynamicCache()
+            first = trained(features[:, : place + 1], inputs_embeds=text.embeds[:, 1 : place + 2], cache=cache)
+            state, embed = first.last_hidden_state[:, -1:], text.embeds[:, place + 2 : place + 3]
+            alone = trained(state, inputs_embeds=embed, cache=cache, recurrent=True).logits[0, 0]
+            torch.testing.assert_close(logits, alone)
+
+
+def test_stops_when_it_is_certain(trained, target, texts):
+    assert probe_draft(target, trained, texts, NEW, enough=4).readings[0].places == 4 * NEW
+    undecided = probe_draft(target, trained, texts, 6, enough=1)
+    assert undecided.readings[0].places == 5 * 6
+
+
+def test_little_text_is_said(trained, target, texts):
+    verdict = probe_draft(target, trained, texts[:1], 4)
+    assert verdict.as_loaded_is_right
+    assert not verdict.certain
+    assert "That isn't certain" in verdict.text
+
+
+def reading(name: str, log_probs: torch.Tensor) -> Reading:
+    return Reading(name, (1,), {}, 0.5, 0.5, len(log_probs), 0, float(log_probs.mean()), log_probs, log_probs[:0])
+
+
+def test_signed_rank_agrees_with_scipy():
+    gains = torch.randn(60, generator=torch.Generator().manual_seed(0), dtype=torch.double) + 0.3
+    gains[5], gains[6], gains[7] = 0.0, gains[8].abs(), float("nan")  # a zero, a tie, a missing one
+    kept = gains[~gains.isnan()].numpy()
+    found = stats.wilcoxon(kept, zero_method="wilcox", correction=False, method="asymptotic", alternative="greater")
+    assert signed_rank(gains) == pytest.approx(float(found.zstatistic), abs=0.02)
+    assert signed_rank(-gains) == pytest.approx(-signed_rank(gains))
+    assert signed_rank(torch.zeros(5)) == 0.0
+
+
+def test_a_small_steady_gain_is_found_and_chance_is_not():
+    generator = torch.Generator().manual_seed(1)
+    base = torch.randn(700, generator=generator, dtype=torch.double)
+    noise = 0.5 * torch.randn(700, generator=generator, dtype=torch.double)
+    steady = judge([reading("as loaded", base), reading("other", base + noise + 0.1)])
+    assert steady.best == "other"
+    chance = judge([reading("as loaded", base), reading("other", base + noise)])
+    assert chance.as_loaded_is_right
+    assert not chance.certain
+    clear = judge([reading("as loaded", base + 0.3), reading("other", base + noise)])
+    assert clear.as_loaded_is_right
+    assert clear.certain
+
+
+def test_a_few_wild_values_do_not_decide():
+    base = torch.zeros(400, dtype=torch.double)
+    other = base + 0.1 * torch.randn(400, generator=torch.Generator().manual_seed(2), dtype=torch.double) - 0.05
+    other[:3] = 1000.0
+    assert judge([reading("as loaded", base), reading("other", other)]).as_loaded_is_right
