@@ -1,1 +1,1 @@
-"""Training a draft: the objective (`objective.py`). The loop itself is in `recipes/`."""
+"""Training a draft: data and features, the objective, the trainer, and recipes that put them together."""

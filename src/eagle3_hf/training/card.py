@@ -15,6 +15,14 @@ def _count(value: float) -> str:
     return str(int(value))
 
 
+def _draft_rows(recipe: Recipe, config: Any) -> list[tuple[str, str]]:
+    return [
+        ("aux hidden states", f"inputs of decoder layers {', '.join(map(str, config.aux_hidden_state_layers or []))}"),
+        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
+        ("started from", recipe.draft.initialise),
+    ]
+
+
 def training_card(recipe: Recipe, draft: Any, numbers: Mapping[str, Any]) -> str:
     """Markdown for the saved draft: what it is, how long it was trained, what it reached.
 
@@ -27,21 +35,22 @@ def training_card(recipe: Recipe, draft: Any, numbers: Mapping[str, Any]) -> str
     """
     config, evaluation = draft.config, numbers.get("evaluation") or {}
     name = recipe.target.model
+    kind = "Draft model" if recipe.objective.kind == "plain" else "EAGLE-3 draft"
+    plain = recipe.objective.kind == "plain"
+    shape = [("started from", recipe.draft.model)] if plain else _draft_rows(recipe, config)
     device = f"{numbers['processes']} processes on {numbers['device']}"
     rows = [
         ("target", name),
-        ("aux hidden states", f"inputs of decoder layers {', '.join(map(str, config.aux_hidden_state_layers or []))}"),
         ("size", f"{_count(sum(p.numel() for p in draft.parameters()))} parameters, {recipe.draft.dtype}"),
-        ("draft vocabulary", f"{config.draft_vocab_size:,} of {config.vocab_size:,} tokens"),
-        ("started from", recipe.draft.initialise),
-        ("objective", f"{recipe.objective.loss}, {recipe.objective.steps} steps"),
+        *shape,
+        ("objective", recipe.objective.loss + ("" if plain else f", {recipe.objective.steps} steps")),
         (
             "training",
             f"{numbers['updates']:,} updates, {_count(numbers['tokens'])} tokens, {numbers['hours']:.2f} hours, "
             f"{device}",
         ),
     ]
-    lines = ["---", "tags: [eagle3, speculative-decoding, eagle3-hf]", "---", "", f"# EAGLE-3 draft for {name}", ""]
+    lines = ["---", "tags: [eagle3, speculative-decoding, eagle3-hf]", "---", "", f"# {kind} for {name}", ""]
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows), "", "## Acceptance", ""]
     if evaluation:
         steps = [key for key in evaluation if key.startswith("eval_accuracy_")]

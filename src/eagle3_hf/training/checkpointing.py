@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 MARKER = "complete.json"
 _NAME = re.compile(r"^checkpoint-(\d+)$")
@@ -101,3 +102,21 @@ def rotate(output_dir: str | os.PathLike, keep: int | None, best: str | os.PathL
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
+
+
+def load_weights(model: Any, folder: str | os.PathLike) -> None:
+    """Load what `save_pretrained` wrote into an existing model, every weight.
+
+    Raises:
+        ValueError: weights are missing or unknown.
+    """
+    from safetensors.torch import load_file
+
+    weights: dict[str, Any] = {}
+    for path in sorted(Path(folder).glob("model*.safetensors")):
+        weights |= load_file(path)
+    found = model.load_state_dict(weights, strict=False)
+    # Tied weights are stored once.
+    lacking = sorted(set(found.missing_keys) - set(getattr(model, "_tied_weights_keys", None) or ()))
+    if lacking or found.unexpected_keys:
+        raise ValueError(f"{folder}: weights {lacking} are missing, {found.unexpected_keys} unknown")

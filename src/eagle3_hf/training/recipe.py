@@ -376,6 +376,10 @@ def _check(recipe: Recipe) -> None:
         raise ValueError(f"objective.loss: {error}") from None
     if objective.kind == "plain" and draft.model is None:
         raise ValueError("objective.kind plain trains an ordinary model: draft.model says which")
+    if objective.kind == "plain" and features.mode != "online":
+        raise ValueError("objective.kind plain has no stored features: set features.mode: online and data.sources")
+    if objective.kind == "plain" and evaluation.generate_every:
+        raise ValueError("evaluation.generate_every is for EAGLE-3 drafts: measure two-model speculation with `eval`")
     if objective.kind == "eagle3" and draft.model is not None:
         raise ValueError("draft.model is for objective.kind plain; an EAGLE-3 draft goes on from draft.initialise")
     every, steps = evaluation.generate_every, recipe.training.get("eval_steps")

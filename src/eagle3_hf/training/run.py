@@ -20,6 +20,7 @@ from .batches import BatchPlan, plan_updates
 from .checkpointing import checkpoints
 from .initialise import new_draft
 from .module import Eagle3TrainingModule
+from .plain_module import PlainTrainingModule
 from .recipe import Recipe, load_recipe
 from .trainer import Eagle3Trainer
 
@@ -43,8 +44,8 @@ class TrainingData:
             needed; `None`: the whole vocabulary.
         prompts: held-out prompts as token ids, for evaluation by `generate()`.
         complete_batch: see [`Eagle3Trainer`].
-        attach: `attach(draft, target, device)` is called in each process once the draft is there (`target()` loads the
-            target), to settle `collate` and `complete_batch`.
+        attach: `attach(module, target, device)` is called in each process once there is a module to train
+            (`target()` loads the target), to settle what depends on it, such as `collate` and `complete_batch`.
     """
 
     train: Any
@@ -55,7 +56,7 @@ class TrainingData:
     vocabulary: torch.Tensor | Callable[[], torch.Tensor | None] | None = None
     prompts: Sequence[Sequence[int]] = ()
     complete_batch: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    attach: Callable[[Eagle3DraftModel, Callable[[], Any], torch.device], None] | None = None
+    attach: Callable[[Any, Callable[[], Any], torch.device], None] | None = None
 
 
 @dataclass
@@ -114,8 +115,6 @@ def run(
     """
     args = training_arguments(recipe)
     output = Path(args.output_dir)
-    if recipe.objective.kind != "eagle3":
-        raise ValueError("objective.kind plain isn't wired up yet")
     targets = _Once(target or (lambda: load_target(recipe)))
     with args.main_process_first(local=False, desc="preparing the draft"):
         if args.process_index == 0:
@@ -123,7 +122,7 @@ def run(
             prepare(recipe, data, targets, output / PREPARED)
     module = load_prepared(output / PREPARED, recipe, args.bf16)
     if data.attach is not None:
-        data.attach(module.draft, targets, args.device)
+        data.attach(module, targets, args.device)
     plan = BatchPlan(
         tuple(int(n) for n in data.lengths),
         recipe.data.tokens_per_batch,
@@ -138,7 +137,7 @@ def run(
         data.train,
         data.collate,
         data.held_out,
-        step_weights=recipe.objective.weights,
+        step_weights=recipe.objective.weights if recipe.objective.kind == "eagle3" else [1.0],
         measure_every=recipe.objective.measure_every,
         chain=recipe.evaluation.chain,
         complete_batch=data.complete_batch,
@@ -224,6 +223,10 @@ def prepare(recipe: Recipe, data: TrainingData, target: Callable[[], Any], folde
     if marker.is_file() and json.loads(marker.read_text())["fingerprint"] == fingerprint:
         return
     marker.unlink(missing_ok=True)
+    if recipe.objective.kind == "plain":
+        _small_model(recipe).save_pretrained(folder / "draft")
+        _write(marker, json.dumps({"fingerprint": fingerprint}))
+        return
     model = target()
     torch.manual_seed(int(recipe.training.get("seed", 42)))
     vocabulary = data.vocabulary() if callable(data.vocabulary) else data.vocabulary
@@ -242,7 +245,16 @@ def prepare(recipe: Recipe, data: TrainingData, target: Callable[[], Any], folde
     _write(marker, json.dumps({"fingerprint": fingerprint}))
 
 
-def load_prepared(folder: Path, recipe: Recipe, bf16: bool) -> Eagle3TrainingModule:
+def _small_model(recipe: Recipe) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ..resolve import resolve_model
+
+    assert recipe.draft.model is not None
+    return AutoModelForCausalLM.from_pretrained(resolve_model(recipe.draft.model), dtype=torch.float32)
+
+
+def load_prepared(folder: Path, recipe: Recipe, bf16: bool) -> Any:
     """The module to train, from what [`prepare`] wrote.
 
     Raises:
@@ -250,6 +262,11 @@ def load_prepared(folder: Path, recipe: Recipe, bf16: bool) -> Eagle3TrainingMod
     """
     if not (folder / "prepared.json").is_file():
         raise ValueError(f"{folder} isn't there: training.output_dir must be a folder that all machines share")
+    if recipe.objective.kind == "plain":
+        from transformers import AutoModelForCausalLM
+
+        small = AutoModelForCausalLM.from_pretrained(folder / "draft", dtype=torch.float32)
+        return PlainTrainingModule(small.train(), recipe.objective.loss, recipe.evaluation.chain)
     draft = Eagle3DraftModel.from_pretrained(folder / "draft", dtype=torch.float32)
     frozen = load_file(folder / "frozen.safetensors")
     head = frozen["teacher_head"].to(torch.bfloat16) if bf16 else frozen["teacher_head"].float()

@@ -67,7 +67,12 @@ def open_data(recipe: Recipe) -> TrainingData:
         prompts=_prompts(dataset, held_out),
     )
 
-    def attach(draft: Any, target: Callable[[], Any], device: torch.device) -> None:
+    def attach(module: Any, target: Callable[[], Any], device: torch.device) -> None:
+        if recipe.objective.kind == "plain":
+            data.collate = FeatureCollator(pack_length=recipe.data.pack_length)
+            module.attach(target().to(device), _tokenizers(recipe, path))
+            return
+        draft = module.draft
         dtype = torch.bfloat16 if recipe.training.get("bf16") else torch.float32
         kept = draft.draft_to_target(torch.arange(draft.config.draft_vocab_size))
         kept = None if len(kept) == config.vocab_size else kept
@@ -103,6 +108,22 @@ def _revision(recipe: Recipe) -> dict[str, Any]:
     return {} if recipe.target.revision is None else {"revision": recipe.target.revision}
 
 
+def _tokenizers(recipe: Recipe, path: str) -> tuple[Any, Any] | None:
+    """Of the small model and its teacher; `None` where one has none."""
+    from transformers import AutoTokenizer
+
+    from ..resolve import resolve_model
+
+    assert recipe.draft.model is not None
+    try:
+        return (
+            AutoTokenizer.from_pretrained(resolve_model(recipe.draft.model)),
+            AutoTokenizer.from_pretrained(path, **_revision(recipe)),
+        )
+    except (OSError, ValueError):
+        return None
+
+
 def _stored(recipe: Recipe) -> FeatureDataset:
     folder = recipe.features.folder
     if folder is None:
@@ -125,9 +146,13 @@ def _conversations(recipe: Recipe, path: str, config: Any) -> TokenDataset:
     section = recipe.data
     if not section.sources:
         raise ValueError("data.sources is missing: with features.mode online, the conversations to train on")
-    tokenizer = AutoTokenizer.from_pretrained(path, **_revision(recipe))
     masks = None
-    if tokenizer.chat_template:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **_revision(recipe))
+    except (OSError, ValueError) as error:  # rows may bring their tokens; `tokenise` says so where they don't
+        logger.warning("no tokenizer for %s: %s", path, error)
+        tokenizer = None
+    if tokenizer is not None and tokenizer.chat_template:
         masks = AssistantMasks(tokenizer, _stop_tokens(recipe, path, config), section.template)
     conversations = read_conversations(
         [os.path.expandvars(source) for source in section.sources],

@@ -23,7 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from .acceptance import AcceptanceCounts
 from .batches import BatchPlan, CountingCollator, StreamSampler, pack_by_length
-from .checkpointing import is_complete, last_checkpoint, mark_complete, rotate, unmark
+from .checkpointing import is_complete, last_checkpoint, load_weights, mark_complete, rotate, unmark
 from .interrupt import StopRequest
 from .progress import Progress
 
@@ -382,10 +382,7 @@ class Eagle3Trainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        from safetensors.torch import load_file
-
-        weights = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))
-        self._unwrapped().draft.load_state_dict(weights)
+        load_weights(self._unwrapped().draft, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
