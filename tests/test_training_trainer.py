@@ -91,7 +91,7 @@ def test_the_trained_draft_is_exported_and_read_back(target, data, tmp_path):
 
     result = run(tiny_recipe(tmp_path / "run", training={"max_steps": 2}), data, target=lambda: target)
     draft = Eagle3DraftModel.from_pretrained(result.folder, target=target)
-    for format in ("speculators", "specforge", "eagle"):
+    for format in ("speculators", "specforge", "transformers"):
         export_draft(draft, tmp_path / format, format)
         again = Eagle3DraftModel.from_pretrained(tmp_path / format, target=target)
         for name in ("fc.weight", "lm_head.weight", "layers.0.self_attn.q_proj.weight"):
@@ -263,7 +263,7 @@ def test_early_stopping_follows_tau(target, data, tmp_path):
     )
     result = run(recipe, data, target=lambda: target)
     assert result.finished and result.updates == 6  # the first is the best, two more don't beat it by 10
-    assert result.numbers["best_update"] == 2
+    assert result.numbers["best_tau"] < 4
 
 
 def test_bf16_checkpointing_and_compile_reach_the_objective(target, data, tmp_path):

@@ -137,11 +137,25 @@ class Eagle3TrainingModule(nn.Module):
             out["reached"], out["right"] = chain_counts(result, batch["loss_mask"])
         return out
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Compute the layers again in the backward pass (`training.gradient_checkpointing`)."""
-        if gradient_checkpointing_kwargs and gradient_checkpointing_kwargs.get("use_reentrant"):
-            raise ValueError("training.gradient_checkpointing_kwargs: use_reentrant isn't supported")
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Compute the layers again in the backward pass (`training.gradient_checkpointing`).
+
+        Raises:
+            ValueError: options that a draft of one or two layers has no use for.
+        """
+        options = dict(activation_checkpointing_kwargs or {})
+        if every_n_layers != 1 or offload or options.pop("use_reentrant", False) or options:
+            raise ValueError("checkpointing of a draft's layers takes no options: set training.gradient_checkpointing")
         self.options["checkpoint"] = True
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """The name of the same in transformers before 5.24."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> None:
         """Save the draft; `state_dict` may be this module's, gathered from its shards."""

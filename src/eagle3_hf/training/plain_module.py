@@ -79,6 +79,10 @@ class PlainTrainingModule(nn.Module):
         """The small model's own."""
         self.draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """The same, since transformers 5.24."""
+        self.draft.activation_checkpointing_enable(**kwargs)
+
     def save_pretrained(self, folder: str, state_dict: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> None:
         """Save the small model."""
         if state_dict is not None:
