@@ -160,6 +160,16 @@ def test_lines_to_paste(tmp_path: Path):
     assert flags[flags.index("--speculative-draft-model-path") + 1] == str(tmp_path / "out")
 
 
+@pytest.mark.parametrize("format", ["speculators", "transformers"])
+def test_number_of_tokens_goes_into_the_file(format: str, tmp_path: Path):
+    draft = Eagle3DraftModel.from_pretrained(FIXTURES["speculators"].write(tmp_path / "in"))
+    export_draft(draft, tmp_path / "out", format, tokens=7)
+    assert Eagle3DraftModel.from_pretrained(tmp_path / "out").generation_config.num_assistant_tokens == 7
+    assert draft.generation_config.num_assistant_tokens == 3
+    export_draft(draft, tmp_path / "same", format)
+    assert Eagle3DraftModel.from_pretrained(tmp_path / "same").generation_config.num_assistant_tokens == 3
+
+
 def test_errors(tmp_path: Path):
     draft = Eagle3DraftModel.from_pretrained(FIXTURES["specforge"].write(tmp_path / "in"))
     with pytest.raises(ValueError, match=r"format must be one of .*speculators.*'gguf'"):

@@ -39,7 +39,7 @@ class EagleLayout(WritableLayout):
             )
         return warnings
 
-    def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
+    def write(self, draft: Eagle3DraftModel, folder: Path, tokens: int) -> None:
         config = draft.config
         content = {
             "architectures": ["LlamaForCausalLM"],

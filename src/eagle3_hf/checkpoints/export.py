@@ -41,7 +41,7 @@ def export_draft(
         draft: any draft.
         folder: where to; made if need be, must hold no other checkpoint.
         format: `speculators` (vLLM), `specforge` (SGLang, vLLM), `eagle` (EAGLE's own code) or `transformers` (ours).
-        tokens: tokens drafted a round, for the lines to paste; default: the draft's own.
+        tokens: tokens drafted a round, for the lines to paste and the layouts that say so; default: the draft's own.
 
     Raises:
         ValueError: an unknown format, or a draft that readers of that format would run differently.
@@ -58,10 +58,10 @@ def export_draft(
             f"{folder} holds files already ({', '.join(present[:3])}): a mixed checkpoint would be unreadable"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    layout.write(draft, folder)
+    count = tokens or draft.generation_config.num_assistant_tokens
+    layout.write(draft, folder, count)
     for text in warnings:
         logger.warning("%s: %s", folder, text)
-    count = tokens or draft.generation_config.num_assistant_tokens
     return Exported(
         folder,
         format,

@@ -61,8 +61,8 @@ class WritableLayout(Layout):
         return []
 
     @abstractmethod
-    def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
-        """Write the draft; `refuse_export` has been called."""
+    def write(self, draft: Eagle3DraftModel, folder: Path, tokens: int) -> None:
+        """Write the draft, made to draft `tokens` a round where the layout says so; `refuse_export` has been called."""
 
     def serving(self, folder: Path, tokens: int) -> dict[str, str]:
         """Lines to paste, by the tool they are for."""

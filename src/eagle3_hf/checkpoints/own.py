@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,5 +25,9 @@ class TransformersLayout(WritableLayout):
     def refuse_export(self, draft: Eagle3DraftModel) -> list[str]:
         return []
 
-    def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
+    def write(self, draft: Eagle3DraftModel, folder: Path, tokens: int) -> None:
         draft.save_pretrained(folder)
+        if tokens != draft.generation_config.num_assistant_tokens:
+            options = copy.deepcopy(draft.generation_config)
+            options.num_assistant_tokens = tokens
+            options.save_pretrained(folder)

@@ -67,7 +67,7 @@ class SpecForgeLayout(WritableLayout):
             )
         return warnings
 
-    def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
+    def write(self, draft: Eagle3DraftModel, folder: Path, tokens: int) -> None:
         config = draft.config
         eagle: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
         content: dict[str, Any] = {

@@ -88,13 +88,12 @@ class SpeculatorsLayout(WritableLayout):
             warnings.append("the draft has no embeddings of its own; vLLM uses the target's then")
         return warnings
 
-    def write(self, draft: Eagle3DraftModel, folder: Path) -> None:
+    def write(self, draft: Eagle3DraftModel, folder: Path, tokens: int) -> None:
         config = draft.config
         target = target_fields(config)
         layer = {"model_type": "qwen3" if config.qk_norm else "llama", **llama_fields(config)}
         if config.sliding_window is not None:
             layer |= {"use_sliding_window": True, "max_window_layers": 0}
-        tokens = draft.generation_config.num_assistant_tokens
         content: dict[str, Any] = {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
