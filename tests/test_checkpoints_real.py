@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from transformers import AutoTokenizer
 
 from eagle3_hf import AutoEagle3Target, Eagle3DraftModel, resolve_model
 from eagle3_hf.checkpoints import FORMATS, export_draft
+from eagle3_hf.checkpoints.probe import probe_draft
 from eagle3_hf.cli.common import encode
 from eagle3_hf.cli.probe import _PROMPTS
+from eagle3_hf.target import check_draft_fits
 
 SHIPPED = Path(__file__).resolve().parents[1] / "recipes" / "smollm2-135m-instruct" / "draft"
 pytestmark = [
@@ -43,6 +47,23 @@ def acceptance(model: tuple[Any, Any], draft: Eagle3DraftModel, count: int, toke
         stats = target.speculation_stats
         found.append((out.tolist(), stats.accepted, stats.drafted, stats.rounds))
     return found
+
+
+@pytest.mark.parametrize("offset", [pytest.param(-1, marks=pytest.mark.slow), 1])
+def test_ids_saved_off_by_one_are_named(offset: int, model: tuple[Any, Any], tmp_path: Path):
+    target, tokenizer = model
+    shutil.copytree(SHIPPED, tmp_path / "draft")
+    file = tmp_path / "draft" / "config.json"
+    config = json.loads(file.read_text())
+    right = list(check_draft_fits(target, Eagle3DraftModel.from_pretrained(SHIPPED)))
+    config["aux_hidden_state_layers"] = [i + offset for i in right]
+    file.write_text(json.dumps(config))
+    wrong = Eagle3DraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32)
+    prompts = [encode(tokenizer, text, target.device)["input_ids"] for text in _PROMPTS]
+    verdict = probe_draft(target, wrong, prompts, 64, offsets=(-1, 1), enough=len(prompts) // 2)
+    assert verdict.best == f"aux ids {-offset:+d}", verdict.text
+    assert verdict.text.startswith("the aux ids are off")
+    assert f"aux_hidden_state_layers={right}" in verdict.text
 
 
 @pytest.mark.parametrize(
