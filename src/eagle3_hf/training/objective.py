@@ -144,7 +144,8 @@ def training_time_test(
         learns.append(learn)
         rows.append(shift(row_of, 1 + k)[learn])
         # The head is the largest matrix by far: only the rows that learn pass through it.
-        states.append(_head_input(draft, hidden[learn[:, start:]]))
+        taken = learn[:, start:].flatten().nonzero()[:, 0]
+        states.append(_head_input(draft, hidden.flatten(0, 1).index_select(0, taken)))
         result.scored.append(slots.ahead(slots.answers, 1 + k))
         if keep_logits:
             result.logits.append(draft.lm_head(_head_input(draft, hidden)))
