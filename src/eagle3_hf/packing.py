@@ -27,6 +27,15 @@ def packing_available() -> bool:
     return hasattr(operators, "_reorder_linear_weight") and hasattr(operators, "_linear_pointwise")
 
 
+def _packs(weight: torch.Tensor) -> bool:
+    """Whether a weight is an ordinary float32 CPU tensor.
+
+    Quantised ones (torchao) are tensors of another class inside an ordinary `nn.Linear`, with a kernel of their own,
+    and they say that they are float32.
+    """
+    return type(weight) is nn.Parameter and weight.dtype == torch.float32 and weight.device.type == "cpu"
+
+
 class PackedLinear(nn.Linear):
     """`nn.Linear` whose inference forward uses a packed copy of the weight.
 
@@ -40,7 +49,7 @@ class PackedLinear(nn.Linear):
         weight = self.weight
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             return super().forward(input)
-        if input.dtype != torch.float32 or weight.dtype != torch.float32 or input.device.type != "cpu":
+        if input.dtype != torch.float32 or input.device.type != "cpu" or not _packs(weight):
             return super().forward(input)
         if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling():
             return super().forward(input)
@@ -75,7 +84,7 @@ def pack_linears(model: nn.Module) -> int:
         return 0
     count = 0
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
+        if type(module) is nn.Linear and _packs(module.weight):
             module.__class__ = PackedLinear
             module._packed = None
             count += 1
