@@ -35,7 +35,7 @@ for part in {parts!r}:
         sys.path.insert(0, {tests!r})
         from test_training_trainer import StopAt
         import os
-        # Only the second process is asked: both must stop after the same update.
+        # Only the second process is asked. The wish travels with the next update: both stop after that.
         callbacks = [StopAt(part["stop_at"])] if os.environ["RANK"] == "1" else []
     result = run(recipe, data, resume=part.get("resume", False), target=lambda: target, callbacks=callbacks)
     assert result.updates == part["updates"], result
@@ -82,10 +82,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_two_processes_do_what_one_does(tmp_path):
     """Plain SGD, so that a difference of weights is a difference of gradients; then resuming, with AdamW."""
-    adam = {"max_steps": 6, "save_steps": 100, "logging_steps": 2}
+    adam = {"max_steps": 6, "save_steps": 6, "logging_steps": 3}
     launch(tmp_path, [
         {"name": "two", "training": {**SGD, "max_steps": 3}, "updates": 3, "finished": True},
-        {"name": "parts", "training": adam, "updates": 3, "finished": False, "stop_at": 3},
+        {"name": "parts", "training": adam, "updates": 4, "finished": False, "stop_at": 3},
         {"name": "parts", "training": adam, "updates": 6, "finished": True, "resume": True},
     ])  # fmt: skip
     target = tiny_target()
@@ -105,8 +105,8 @@ def test_two_processes_do_what_one_does(tmp_path):
 
     whole = {**adam, "gradient_accumulation_steps": 2}
     run(tiny_recipe(tmp_path / "whole", training=whole), data, target=lambda: target)
-    assert [path.name for path in checkpoints(tmp_path / "parts")] == ["checkpoint-3", "checkpoint-6"]
-    assert (tmp_path / "parts" / "checkpoint-3" / "rng_state_1.pth").is_file()
+    assert [path.name for path in checkpoints(tmp_path / "parts")] == ["checkpoint-4", "checkpoint-6"]
+    assert (tmp_path / "parts" / "checkpoint-4" / "rng_state_1.pth").is_file()
     for a, b in zip(entries(tmp_path / "whole"), entries(tmp_path / "parts")):
         assert a == pytest.approx(b, abs=1e-5)
     for name, tensor in weights(tmp_path / "whole" / "draft").items():

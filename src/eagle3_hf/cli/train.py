@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +32,10 @@ def train(
     from .training_options import show_log
 
     loaded = load_recipe(recipe, values or ())
-    show_log()
+    # Under torchrun or accelerate launch, one process speaks for all.
+    leads = os.environ.get("RANK", "0") == "0"
+    if leads:
+        show_log()
     console = Console(highlight=False, soft_wrap=True)
     if dry_run:
         from ..training.dry_run import dry_run as try_out
@@ -49,6 +53,8 @@ def train(
     from ..training.sources import open_data
 
     result = run(loaded, open_data(loaded), resume)
+    if not leads:
+        raise typer.Exit(0 if result.finished else 128 + (result.signal or 15))
     if not result.finished:
         console.print(
             f"stopped at update {result.updates} of {result.numbers['planned_updates']}; --resume goes on", markup=False

@@ -58,6 +58,9 @@ def training_arguments(recipe: Recipe) -> Any:
         "save_strategy": "steps",
         "logging_strategy": "steps",
         "disable_tqdm": True,
+        # Every weight takes part in every step, and no buffer changes.
+        "ddp_find_unused_parameters": False,
+        "ddp_broadcast_buffers": False,
     }
     values = {**defaults, **values}
     if recipe.evaluation.early_stopping_patience and values["eval_strategy"] == "no":

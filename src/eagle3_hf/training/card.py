@@ -38,7 +38,8 @@ def training_card(recipe: Recipe, draft: Any, numbers: Mapping[str, Any]) -> str
     kind = "Draft model" if recipe.objective.kind == "plain" else "EAGLE-3 draft"
     plain = recipe.objective.kind == "plain"
     shape = [("started from", recipe.draft.model)] if plain else _draft_rows(recipe, config)
-    device = f"{numbers['processes']} processes on {numbers['device']}"
+    processes = numbers["processes"]
+    device = f"{processes} process{'es' if processes > 1 else ''} on {numbers['device']}"
     rows = [
         ("target", name),
         ("size", f"{_count(sum(p.numel() for p in draft.parameters()))} parameters, {recipe.draft.dtype}"),

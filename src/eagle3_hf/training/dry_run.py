@@ -27,7 +27,8 @@ _SHRUNK = {
 _KEPT_TRAINING = (
     "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "lr_scheduler_type",
     "lr_scheduler_kwargs", "gradient_accumulation_steps", "gradient_checkpointing", "activation_checkpointing",
-    "bf16", "fp16", "tf32", "seed", "learning_rate", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu",
+    "bf16", "fp16", "tf32", "seed", "learning_rate", "torch_compile", "torch_compile_backend",
+    "torch_compile_mode", "use_cpu",
 )  # fmt: skip
 
 
