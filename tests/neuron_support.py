@@ -19,6 +19,21 @@ from eagle3_hf.neuron.parallel import Group
 
 LENGTH, BUCKETS, DRAFTS = 40, [8, 16], 3
 
+# Every operator that the graphs may have. All of them have an XLA lowering; what is new here must be checked for one.
+ALLOWED = {
+    "__or__", "_assert_tensor_metadata", "add", "alias", "arange", "argmax", "bitwise_not", "cat", "chunk", "clamp",
+    "cos", "cumsum", "embedding", "eq", "expand", "flatten", "full_like", "gather", "getitem", "index_select", "le",
+    "linear", "lt", "mean", "mul", "ne", "neg", "ones_like", "repeat", "reshape", "rsqrt",
+    "scaled_dot_product_attention",
+    "scatter", "select", "silu", "sin", "slice", "square", "stack", "sub", "sum", "to", "transpose", "unsqueeze",
+    "view", "where",
+}  # fmt: skip
+
+
+def short_names(operators):
+    """Names of exported operators without namespace and overload; Python's own `getitem` of tuples too."""
+    return {name.split(".")[1] if "." in name else "getitem" for name in operators}
+
 
 class InProcessBackend(SingleFileBackend):
     """Runs the graphs' functions as they are: what a compiler is handed, without its minutes."""

@@ -11,7 +11,7 @@ from support import PAD, config_of, make_draft, make_target, prompts
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from eagle3_hf import Eagle3CandidateGenerator
-from eagle3_hf.neuron.buckets import context_buckets, decode_threshold, paged_slots, pick
+from eagle3_hf.neuron.buckets import context_buckets, decode_threshold, pick
 from eagle3_hf.neuron.families import check_family, take_apart
 from eagle3_hf.neuron.rejection import REJECTED, draw, reject
 from eagle3_hf.neuron.runtime import GraphRuntime
@@ -199,14 +199,6 @@ def test_sampled_text_has_the_targets_distribution():
         assert chisquare(found[kept], ideal[kept] * found[kept].sum() / ideal[kept].sum()).pvalue > 1e-3
     greedy = target.generate(**inputs, max_new_tokens=6, do_sample=False)
     assert model.generate(**inputs, max_new_tokens=6, do_sample=False).tolist() == greedy.tolist()
-
-
-def test_paged_slots():
-    table = torch.tensor([[5, 2, 7], [0, 9, 1]], dtype=torch.int32)
-    positions = torch.tensor([[0, 3, 4, 11], [1, 7, 8, 5]], dtype=torch.int32)
-    wanted = [[int(table[r, p // 4]) * 4 + p % 4 for p in row] for r, row in enumerate(positions.tolist())]
-    made = paged_slots(positions, table, 4)
-    assert made.tolist() == wanted and made.dtype == torch.int32
 
 
 def test_buckets():

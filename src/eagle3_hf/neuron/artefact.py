@@ -23,7 +23,7 @@ from .specs import Graph, TensorSpec
 from .split import rank_weights
 
 MANIFEST_FILE = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _WEIGHTS = ("target", "draft")
 _RANK_FILE = "tp{}_sharded_checkpoint.safetensors"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 SMALLEST_CONTEXT = 64
 
 
@@ -37,22 +35,3 @@ def decode_threshold(draft_tokens: int) -> int:
     that calls only single tokens "decode" would send every verification through the prompt's graphs.
     """
     return 1 + draft_tokens
-
-
-def paged_slots(positions: torch.Tensor, block_table: torch.Tensor, block_size: int) -> torch.Tensor:
-    """Where positions lie in a paged memory: `block_table[pos // block_size] * block_size + pos % block_size`.
-
-    The graphs here use one contiguous stretch a row, where the slot is the position. This is the arithmetic for a
-    server that keeps its memory in blocks; it is static and has an XLA lowering.
-
-    Args:
-        positions: int32 `[batch, n]`, each below `block_table.shape[1] * block_size`.
-        block_table: int32 `[batch, blocks]`, the physical number of each block of a row.
-        block_size: slots in a block.
-
-    Returns:
-        int32 `[batch, n]` physical slots.
-    """
-    block = torch.div(positions, block_size, rounding_mode="floor")
-    physical = block_table.gather(1, block.long())
-    return physical * block_size + positions % block_size

@@ -130,8 +130,6 @@ def _parameters(graph: Graph, context: Any, placed: Sequence[torch.Tensor]) -> t
             made.append(places[number])
             continue
         if value.dim():
-            raise RuntimeError(
-                f"graph {graph.name} has a tensor {list(value.shape)} baked in, its HLO isn't weight-free"
-            )
+            raise RuntimeError(f"graph {graph.name} isn't weight-free: a tensor {list(value.shape)} is baked in")
         made.append((str(value.dtype).removeprefix("torch."), value.item()))
     return tuple(made)
