@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import pickle
 import signal
-import subprocess
-import sys
-import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -568,25 +565,20 @@ def test_parse_teacher():
             parse_teacher(bad)
 
 
-WORKER = """
-    import sys
-    import torch
-    torch.set_num_threads(1)
-    sys.path.insert(0, {tests!r})
-    from test_training_features import documents, write
-    import time
-    write({folder!r}, documents(120), shard_documents=5, progress=lambda done: time.sleep(0.02))
-"""
-
-
 def test_killed_process_loses_at_most_its_shard(tmp_path):
-    code = textwrap.dedent(WORKER).format(tests=str(Path(__file__).parent), folder=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", code])
+    # Forked: a fresh interpreter would import for longer than the test lasts.
+    process = multiprocessing.get_context("fork").Process(
+        target=write,
+        args=(tmp_path, documents(120)),
+        kwargs={"shard_documents": 5, "progress": lambda done: time.sleep(0.02)},
+    )
+    process.start()
     until = time.monotonic() + 120
-    while len(list(tmp_path.glob("shard-*.safetensors"))) < 4 and time.monotonic() < until:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    while len(list(tmp_path.glob("shard-*.safetensors"))) < 4 and process.is_alive() and time.monotonic() < until:
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     before = len(FeatureDataset(tmp_path))
     assert 20 <= before < 120
     assert before % 5 == 0

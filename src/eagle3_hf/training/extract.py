@@ -77,11 +77,11 @@ class FeatureWriter:
             self._shards: list[dict[str, Any]] = []
             self.present: set[int] = set()
             paths = sorted(self.folder.glob(SHARDS))
-            if (self.folder / INDEX).is_file():
+            if paths and not (self.folder / INDEX).is_file():
+                raise ValueError(f"{self.folder} holds shards of another program and no {INDEX}: use another folder")
+            if paths:
                 before = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
                 settings_match(self.folder, before["settings"], self.settings)
-            elif paths:
-                raise ValueError(f"{self.folder} holds shards of another program and no {INDEX}: use another folder")
             # The shards themselves say what is done: a process may have ended between a shard and its index.
             for path in paths:
                 with open_shard(path) as file:

@@ -55,12 +55,13 @@ class AnswerStore:
             raise
 
     def _check_settings(self, settings: dict[str, Any]) -> None:
-        path = self.folder / SETTINGS
-        if path.is_file():
-            settings_match(self.folder, json.loads(path.read_text(encoding="utf-8")), settings)
-        elif any(self.folder.glob("answers-*.parquet")):
+        path, journal = self.folder / SETTINGS, self.folder / JOURNAL
+        holds = any(self.folder.glob("answers-*.parquet")) or (journal.is_file() and journal.stat().st_size > 0)
+        if holds and not path.is_file():
             raise ValueError(f"{self.folder} holds answers but no {SETTINGS}: use another folder")
-        else:
+        if holds:
+            settings_match(self.folder, json.loads(path.read_text(encoding="utf-8")), settings)
+        else:  # an earlier start that came to nothing, as by a mistyped target, binds nobody
             write_whole(path, json.dumps(settings, indent=2).encode())
 
     def _open_journal(self) -> IO[bytes]:
