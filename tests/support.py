@@ -140,9 +140,9 @@ class OracleGenerator(Eagle3CandidateGenerator):
             text += tokens[:count]
         super().extend(features, next_tokens, counts)
 
-    def select_rows(self, rows: list[int]) -> None:
+    def select_rows(self, rows: list[int], park: bool = False) -> None:
         self._texts = [self._texts[row] for row in rows]
-        super().select_rows(rows)
+        super().select_rows(rows, park)
 
     def propose(self, roots: torch.Tensor, depth: int) -> Any:
         assert [text[-1] for text in self._texts] == roots.tolist()

@@ -5,6 +5,7 @@ Output is right with any draft, so a draft that gets wrong features or masks sho
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -141,22 +142,32 @@ def test_dynamic_trees(models, top_k, total, depth):
         assert {tuple(path_of(tree, row, node)) for node in range(1, tree.size)} == set(best)
 
 
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("threshold", [0.3, 0.04, 0.015])
 @torch.no_grad()
-def test_thresholds_cut_by_cumulative_probability(models):
-    threshold = 0.012
-    options = {"num_assistant_tokens": 4, "tree_top_k": 3, "tree_total_tokens": 40}
-    options |= {"assistant_confidence_threshold": threshold}
-    tree, rows = proposals(models, options, 4)
-    whole, _ = proposals(models, options | {"assistant_confidence_threshold": 0.0}, 4)
-    confident = [
-        any(score_of(hand, path_of(whole, row, node)) >= math.log(threshold) for row, hand in enumerate(rows))
-        for node in range(1, whole.size)
-    ]
-    assert 3 < sum(confident) < whole.size - 1
-    assert tree.size == 1 + sum(confident)
-    for row in range(2):
-        kept = [path_of(whole, row, node) for node in range(1, whole.size) if confident[node - 1]]
-        assert [path_of(tree, row, node) for node in range(1, tree.size)] == kept
+def test_thresholds_cut_by_cumulative_probability(models, threshold, static):
+    options: dict[str, Any] = {"num_assistant_tokens": 4, "tree_top_k": 3, "tree_total_tokens": 40}
+    if static:
+        options = {"tree_paths": [path for n in (1, 2, 3) for path in itertools.product(range(3), repeat=n)]}
+    sizes = set()
+    for seed in range(4):
+        whole, rows = proposals(models, options, 4, seed)
+        tree, _ = proposals(models, options | {"assistant_confidence_threshold": threshold}, 4, seed)
+        scores = [{tuple(path): score_of(hand, path) for path in paths_of(whole, row)} for row, hand in enumerate(rows)]
+        above = [sum(score >= math.log(threshold) for score in row.values()) for row in scores]
+        assert tree.size == 1 + max(above)
+        sizes.add(tree.size)
+        for row, known in enumerate(scores):
+            best = sorted(known, key=lambda path: -known[path])[: max(above)]
+            assert set(map(tuple, paths_of(tree, row))) == set(best)
+            assert [len(path) for path in paths_of(tree, row)] == tree.depths[row, 1:].tolist()
+        assert tree.max_depth == tree.depths.max()
+    assert threshold > 0.1 or 1 < min(sizes) < max(sizes)
+    assert min(sizes) < whole.size
+
+
+def paths_of(tree: Any, row: int) -> list[list[int]]:
+    return [path_of(tree, row, node) for node in range(1, tree.size)]
 
 
 def score_of(hand: ByHand, path: list[int]) -> float:

@@ -14,6 +14,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from eagle3_hf import Eagle3DraftModel, SpeculationStats, SpeculationStreamer
 
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
 
 def both(target: Any, draft: Any, inputs: dict[str, torch.Tensor], drafting: dict[str, Any], **options: Any) -> Any:
     """Plain and speculative output of one call, as dictionaries."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers.generation.streamers
 from support import CHAIN, LAYERS, POSITIONS, VOCAB, assert_same_as_plain, config_of, make_draft, make_target, prompts
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from eagle3_hf import enable_eagle3
 
@@ -76,7 +76,7 @@ def test_layer_inputs_of_another_form():
         laurel_rank=4, layer_types=["full_attention"] * LAYERS,
     )  # fmt: skip
     target = enable_eagle3(model.eval())
-    with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\], this model's are .*\(4, 1, 5, 32\)"):
+    with pytest.raises(ValueError, match=r"\[batch, sequence, hidden\], this model's are .*\(4, 2, 3, 32\)"):
         target.generate(**prompts(1, 5), assistant_model=make_draft(target, aux_hidden_state_layers=[1, 2, 3]))
 
 
@@ -109,11 +109,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"tree_paths": [(0, 1)]}, "not its parent"),
     ({"tree_paths": [(0,), (12,)]}, "child rank 12, the draft's vocabulary has 12"),
     ({"num_beams": 2}, "(?i)beam|assisted generat"),
-    ({"synced_gpus": True}, "synced_gpus"),
-    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
-    ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
-    ({"use_cache": False}, "use_cache"),
-    ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions needs the weights"),
     ({"inputs_embeds": torch.zeros(1, 5, 32)}, "inputs_embeds"),
     ({"position_ids": torch.arange(3, 8)[None]}, "position_ids of your own"),
 ]
@@ -152,14 +148,6 @@ def test_tree_options_without_a_draft(llama):
         llama.generate(**prompts(1, 5), assistant_model=small, tree_paths=[(0,)])
 
 
-def test_a_filled_cache(llama, llama_draft):
-    inputs, cache = prompts(1, 6), DynamicCache()
-    name = "cache" if "cache" in type(llama).forward.__signature__.parameters else "past_key_values"
-    llama(inputs["input_ids"][:, :4], use_cache=True, **{name: cache})
-    with pytest.raises(ValueError, match="past_key_values isn't supported"):
-        llama.generate(**inputs, assistant_model=llama_draft, **{name: cache})
-
-
 def test_padding_that_is_not_on_the_left(llama, llama_draft):
     for mask in ([[1, 1, 1, 0, 0]], [[1, 0, 1, 1, 1]], [[0, 0, 0, 0, 0]]):
         with pytest.raises(ValueError, match="padded on the left"):
@@ -184,6 +172,48 @@ def test_attention_without_masks(llama_draft):
     target.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation='flash_attention_2'"):
         target.generate(**prompts(1, 5), assistant_model=llama_draft, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("broken", ["masks", "positions", "cache", "trees"])
+def test_a_family_that_reads_its_inputs_in_a_way_of_its_own(llama_draft, monkeypatch, broken):
+    target = make_target("llama")
+    inner = target.model.forward
+    name = "cache" if "cache" in type(target).forward.__signature__.parameters else "past_key_values"
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get(name) is not None:
+            if broken == "masks" and kwargs.get("attention_mask") is not None:
+                kwargs["attention_mask"] = torch.ones_like(kwargs["attention_mask"])
+            if broken == "positions":
+                kwargs["position_ids"] = torch.zeros_like(kwargs["position_ids"])
+            if broken == "cache":
+                kwargs[name] = None
+            if broken == "trees" and kwargs["attention_mask"] is not None:
+                raise RuntimeError("no such masks")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(target.model, "forward", forward)
+    words = "LlamaForCausalLM doesn't give draft trees the logits of plain forwards"
+    if broken == "trees":
+        words = "LlamaForCausalLM can't run draft trees: no such masks"
+    for _ in range(2):  # it isn't taken for checked after a refusal
+        with pytest.raises(ValueError, match=words):
+            target.generate(**prompts(1, 5), assistant_model=llama_draft, max_new_tokens=4)
+    monkeypatch.undo()
+    assert assert_same_as_plain(target, llama_draft, prompts(1, 5), CHAIN).accepted > 5
+
+
+def test_a_target_is_looked_at_once(llama_draft, monkeypatch):
+    target = make_target("llama")
+    calls: list[int] = []
+    monkeypatch.setattr(target.model.layers[0].mlp, "forward", lambda x: calls.append(1) or torch.zeros_like(x))
+    counts = []
+    for attention in ("sdpa", "sdpa", "sdpa", "eager"):
+        target.set_attn_implementation(attention)
+        calls.clear()
+        target.generate(**prompts(1, 5), assistant_model=llama_draft, max_new_tokens=1)
+        counts.append(len(calls))
+    assert counts == [5, 1, 1, 5]
 
 
 def rope_target(kind: str) -> Any:

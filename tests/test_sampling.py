@@ -35,6 +35,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+CASES = [*itertools.product([name for name in SETTINGS if name != "all"], ["chain", "dynamic"])]
+CASES += [("all", "chain"), ("all", "static")]
+
+
 @pytest.fixture(scope="module")
 def models():
     target = make_target("llama", seed=4, vocab_size=VOCAB, num_hidden_layers=3, initializer_range=0.25)
@@ -114,7 +118,7 @@ def fits(counts: torch.Tensor, expected: torch.Tensor) -> bool:
     return chi_squared(counts, expected) > 0.01 and distance < 1.3 * sampling_error
 
 
-@pytest.mark.parametrize(("name", "shape"), [*itertools.product(SETTINGS, ["chain", "dynamic"]), ("all", "static")])
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_distribution(models, name, shape):
     target, draft = models
     options = SETTINGS[name]

@@ -242,16 +242,19 @@ def test_a_limit_far_away_costs_nothing(llama, llama_draft):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("limit", [22, 23, 24, 25])
-def test_learned_positions_up_to_the_last_one(shape, limit):
+@pytest.mark.parametrize(
+    ("limit", "attention"), [(22, "sdpa"), (23, "sdpa"), (24, "sdpa"), (25, "sdpa"), (25, "eager")]
+)
+def test_learned_positions_up_to_the_last_one(shape, limit, attention):
     target = make_target("gpt2", n_positions=24)
+    target.set_attn_implementation(attention)
     draft = make_draft(target)
     # The token after the last position is the last plain generation can give.
     for batch, seed in ((1, 0), (3, 1), (3, 2), (3, 3)):
         # Rows that lag are drafted for while others stand at the end of the table.
         options = {"max_new_tokens": None, "max_length": limit, "rate": 1.0 if batch == 1 else 0.6}
         stats = assert_same_as_plain(target, draft, prompts(batch, 12, seed), SHAPES[shape], seed=seed, **options)
-        assert stats.accepted > stats.rounds / 3
+        assert stats.accepted > (stats.rounds / 3 if attention == "sdpa" else 0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from .aux_layers import FINAL_STATE, AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
 from .compat import accepts, cache_argument
+from .decoding.arguments import settle_fields
+from .decoding.cache import SpeculativeCache
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
 from .modeling_eagle3 import Eagle3DraftModel
@@ -37,6 +39,7 @@ class Eagle3TargetMixin:
     _eagle3_layers_attribute: str | None
     _eagle3_aux_layers: tuple[int, ...] | None
     _eagle3_packed: bool
+    _eagle3_checked: Any
     speculation_stats: SpeculationStats | None
 
     def set_aux_hidden_state_layers(self, layers: Iterable[int] | None) -> None:
@@ -76,14 +79,37 @@ class Eagle3TargetMixin:
         # pickle (torch.save of a whole model) looks classes up by name, and this one is made at run time.
         return _bare_instance, (self._eagle3_original_class,), self.__dict__
 
+    def _extract_generation_mode_kwargs(
+        self, custom_generate: Any, kwargs: dict, synced_gpus: Any, assistant_model: Any, streamer: Any
+    ) -> dict[str, Any]:
+        # The first step of `generate()`: what follows is told that the assistant is a draft.
+        if isinstance(assistant_model, Eagle3DraftModel):
+            if custom_generate is not None:
+                raise ValueError("custom_generate takes the place of an EAGLE-3 draft's loop: give one of them")
+            if kwargs.get("assistant_tokenizer") is not None:
+                raise ValueError("assistant_tokenizer: an EAGLE-3 draft has its target's vocabulary and needs none")
+            kwargs["_eagle3_draft"] = True
+        return super()._extract_generation_mode_kwargs(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+
     def _prepare_generation_config(self, generation_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict]:
         # Drafting options are taken out of the keywords here, before transformers takes them for model inputs, and
         # ride on the prepared config, which is a fresh copy for each call.
         drafting = {name: kwargs.pop(name) for name in DraftingOptions.own_names() if name in kwargs}
         drafting |= {name: kwargs[name] for name in DraftingOptions.shared_names() if kwargs.get(name) is not None}
+        with_draft = kwargs.pop("_eagle3_draft", False)
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
         prepared._eagle3_drafting = drafting
+        if with_draft:
+            settle_fields(prepared)
         return prepared, model_kwargs
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any) -> Any:
+        # Every other way of generating gets what a speculative cache holds as an ordinary one.
+        name = cache_argument(type(self).forward)  # type: ignore[attr-defined]
+        past = model_kwargs.get(name)
+        if isinstance(past, SpeculativeCache) and not getattr(generation_config, "_eagle3_draft", False):
+            model_kwargs[name] = past.to_dynamic_cache(_paddings(past, model_kwargs.get("attention_mask")))
+        return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: dict) -> None:
         draft = mode_kwargs.get("assistant_model")
@@ -94,8 +120,6 @@ class Eagle3TargetMixin:
                     raise ValueError(f"{own} need assistant_model to be an Eagle3DraftModel")
             return super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
         check_draft_fits(self, draft)
-        if generation_config.num_beams > 1:
-            raise ValueError("num_beams > 1 isn't supported with an EAGLE-3 draft: beam search can't be speculated")
         # transformers refuses num_return_sequences > 1 in assisted generation; our loop takes any batch.
         wanted, generation_config.num_return_sequences = generation_config.num_return_sequences, 1
         try:
@@ -122,6 +146,15 @@ class Eagle3TargetMixin:
         from .decoding.loop import speculate
 
         return speculate(self, input_ids, *args, **kwargs)
+
+
+def _paddings(past: SpeculativeCache, mask: Any) -> list[int]:
+    rows = len(past.lengths)
+    if mask is None:
+        return [0] * rows
+    if rows and len(mask) != rows:
+        raise ValueError(f"past_key_values holds {rows} rows, the input has {len(mask)}")
+    return (mask.shape[1] - mask.long().sum(dim=1)).tolist()
 
 
 def check_draft_fits(target: Any, draft: Eagle3DraftModel) -> tuple[int, ...]:
@@ -243,6 +276,7 @@ def enable_eagle3(
     target: Any = model
     target._eagle3_layers_attribute = layers_attribute
     target.speculation_stats = None
+    target._eagle3_checked = None
     target.set_aux_hidden_state_layers(aux_hidden_state_layers)
     if pack is None:
         pack = target.device.type == "cpu" and not target.training
@@ -262,7 +296,13 @@ def disable_eagle3(model: Any) -> PreTrainedModel:
     model.__class__ = original
     if "forward" in model.__dict__ and hasattr(model, "_old_forward"):
         model._old_forward = types.MethodType(original.forward, model)
-    for name in ("_eagle3_layers_attribute", "_eagle3_aux_layers", "_eagle3_packed", "speculation_stats"):
+    for name in (
+        "_eagle3_layers_attribute",
+        "_eagle3_aux_layers",
+        "_eagle3_packed",
+        "_eagle3_checked",
+        "speculation_stats",
+    ):
         model.__dict__.pop(name, None)
     unpack_linears(model)
     return model

@@ -43,7 +43,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             raise ValueError(
                 f"tree_paths asks for child rank {most}, the draft's vocabulary has {size} tokens (0-based)"
             )
-        self.position_offset = 0
+        # Tokens at the start of each row that this memory doesn't hold: 0, or int64 `[rows]`.
+        self.position_offset: int | torch.Tensor = 0
         # Chooses chain tokens instead of the argmax: from draft logits over the target's vocabulary `[batch, vocab]`
         # and what was drafted before `[batch, n]`, tokens `[batch]` and what they were drawn from, if they were.
         self.draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
@@ -55,11 +56,27 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         """Deepest level this generator drafts."""
         return self.options.num_assistant_tokens if self.shape is None else len(self.shape.ranks)
 
-    def select_rows(self, rows: list[int]) -> None:
-        """Keep only these rows of the batch."""
-        self.cache.select_rows(rows)
-        if self._root_state is not None and self._root_logits is not None:
-            self._root_state, self._root_logits = self._root_state[rows], self._root_logits[rows]
+    def resume(self, cache: SpeculativeCache, offsets: list[int]) -> None:
+        """Go on from the memory of an earlier call, which starts at position `offsets[row]` of each row's text."""
+        self.cache = cache
+        if any(offsets):
+            self.position_offset = torch.tensor(offsets, device=self.draft.device)
+
+    def select_rows(self, rows: list[int], park: bool = False) -> None:
+        """Go on with these rows only; with `park`, the memory of the others stays in `cache` for a later call."""
+        if park:
+            self.cache.park(rows)
+        else:
+            self.cache.select_rows(rows)
+        if isinstance(self.position_offset, torch.Tensor):
+            self.position_offset = self.position_offset[rows]
+        if self._root_state is not None:
+            self._root_state = self._root_state[rows]
+        if self._root_logits is not None:
+            self._root_logits = self._root_logits[rows]
+
+    def _positions(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots + self.position_offset
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = getattr(self.embeddings, "weight", None)
@@ -90,7 +107,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         out = self.draft(
             hidden_states=features.to(device, self.draft.dtype),
             inputs_embeds=self._embed(next_tokens),
-            position_ids=slots + self.position_offset,
+            position_ids=self._positions(start)[:, None] + steps,
             attention_mask=mask,
             cache=self.cache,
             logits_to_keep=None,
@@ -120,7 +137,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         out = self.draft(
             hidden_states=states,
             inputs_embeds=self._embed(tokens),
-            position_ids=(start + self.position_offset + depth - 1)[:, None].expand(-1, n),
+            position_ids=(self._positions(start) + depth - 1)[:, None].expand(-1, n),
             attention_mask=mask,
             cache=self.cache,
             recurrent=True,
@@ -268,12 +285,11 @@ class Eagle3CandidateGenerator(CandidateGenerator):
     ) -> DraftTree:
         threshold = self.options.assistant_confidence_threshold
         if threshold > 0:
-            # A node below the threshold in every row is dropped; scores fall along paths, so no child outlives it.
-            kept = (scores >= math.log(threshold)).any(0)
-            index = kept.nonzero()[:, 0]
-            place = torch.cat((kept.new_zeros(1, dtype=torch.long), kept.long().cumsum(0)))
-            tokens, depths, parents = tokens[:, index], depths[:, index], place[parents[:, index]]
-            max_depth = int(depths.max()) if index.numel() else 0
+            # Rows keep as many nodes as the row with most above the threshold: dropping by place instead would leave
+            # nodes of other rows without their parents, which stand at other places there.
+            keep = int((scores >= math.log(threshold)).sum(dim=1).max())
+            tokens, parents, depths, scores = best_nodes(tokens, parents - 1, depths, scores, keep)
+            max_depth = int(depths.max()) if keep else 0
         root = torch.zeros_like(roots[:, None])
         device = roots.device
         return from_parents(
@@ -288,7 +304,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         assert self.shape is not None and self._root_logits is not None and self._root_state is not None
         device, batch = self.draft.device, roots.shape[0]
         logits, states = self._root_logits, self._root_state
-        tokens, parents, depths = [], [], []
+        tokens, parents, depths, scores = [], [], [], [torch.zeros(batch, 1, device=device)]
+        weighed = self.options.assistant_confidence_threshold > 0
         above = torch.zeros(1, dtype=torch.long, device=device)  # tree number of each node of the level above
         sources = [0]  # rows of `logits` that those nodes' logits are in
         ancestry = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
@@ -297,9 +314,11 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         for level, (ranks, of) in enumerate(zip(self.shape.ranks, self.shape.parents), start=1):
             if level > depth:
                 break
-            ranked = logits.topk(max(ranks) + 1, dim=-1).indices
+            ranked = (logits.float().log_softmax(-1) if weighed else logits).topk(max(ranks) + 1, dim=-1)
             row = torch.tensor([sources.index(p) for p in of], device=device)
-            ids = ranked[:, row, torch.tensor(ranks, device=device)]
+            rank = torch.tensor(ranks, device=device)
+            ids = ranked.indices[:, row, rank]
+            scores.append(scores[-1][:, torch.tensor(of, device=device)] + ranked.values[:, row, rank])
             level_tokens = self.draft.draft_to_target(ids)
             tokens.append(level_tokens)
             parents.append(above[torch.tensor(of, device=device)].expand(batch, -1))
@@ -318,8 +337,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             )
             written += len(sources)
         flat = torch.cat(tokens, 1)
-        scores = torch.zeros(flat.shape, device=device)
-        return self._with_root(roots, flat, torch.cat(parents, 1), torch.cat(depths, 1), scores, len(tokens))
+        flat_scores = torch.cat(scores[1:], 1)
+        return self._with_root(roots, flat, torch.cat(parents, 1), torch.cat(depths, 1), flat_scores, len(tokens))
 
     def get_candidates(
         self,

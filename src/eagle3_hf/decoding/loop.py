@@ -14,10 +14,12 @@ from ..aux_layers import text_config
 from ..compat import rope_switch
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..packing import pack_linears
-from .cache import SpeculativeCache
 from .candidate_generator import Eagle3CandidateGenerator
+from .memory import Memory
 from .options import DraftingOptions
+from .outputs import StepRecorder
 from .rows import Rows
+from .selfcheck import check_target
 from .statistics import SpeculationStats
 from .stopping import BlockStopper, length_limit
 from .verifier import Verifier
@@ -43,7 +45,8 @@ def speculate(
         input_ids: int64 `[batch, prompt]`, left-padded.
         logits_processor, stopping_criteria, generation_config, streamer: as `generate()` prepared them.
         assistant_model: the draft.
-        synced_gpus: not supported.
+        synced_gpus: go on with empty forwards of the target until every process is done (FSDP, ZeRO stage 3). The
+            draft itself must not be sharded: processes draft different numbers of tokens.
         model_kwargs: the model inputs that `generate()` prepared.
 
     Returns:
@@ -53,8 +56,12 @@ def speculate(
     Raises:
         ValueError: an option that speculation doesn't support, named.
     """
+    from ..target import check_draft_fits
+
+    with torch.no_grad():
+        check_target(target, check_draft_fits(target, assistant_model), input_ids.device)
     begin = time.perf_counter()
-    _refuse_unsupported(target, input_ids, generation_config, synced_gpus, streamer, model_kwargs)
+    _refuse_unsupported(target, input_ids, generation_config, streamer, model_kwargs)
     options = DraftingOptions.collect(
         getattr(generation_config, "_eagle3_drafting", {}), assistant_model.generation_config
     )
@@ -68,38 +75,34 @@ def speculate(
             streamer, model_kwargs, stats,
         )  # fmt: skip
         with grouped_attention(target):
-            session.run()
+            session.run(synced_gpus)
     stats.total_seconds = time.perf_counter() - begin
     return session.result()
 
 
 def _refuse_unsupported(
-    target: Any, input_ids: torch.Tensor, config: GenerationConfig, synced_gpus: bool, streamer: Any, kwargs: dict
+    target: Any, input_ids: torch.Tensor, config: GenerationConfig, streamer: Any, kwargs: dict
 ) -> None:
     unsupported = {
-        "synced_gpus": synced_gpus,
-        "output_attentions": config.return_dict_in_generate and config.output_attentions,
-        "output_hidden_states": config.return_dict_in_generate and config.output_hidden_states,
         "inputs_embeds": kwargs.get("inputs_embeds") is not None,
-        "use_cache=False": not config.use_cache,
         "position_ids of your own": _has_own_positions(input_ids, kwargs),
-        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
     }
     named = [name for name, given in unsupported.items() if given]
     known = {
         "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "cache_position",
-        "inputs_tensor", "assistant_tokenizer", "tokenizer", "inputs_embeds", "cache_params",
+        "inputs_tensor", "tokenizer", "inputs_embeds", "cache_params", "output_attentions",
+        "output_hidden_states",
     }  # fmt: skip
     named += sorted(name for name, value in kwargs.items() if name not in known and value is not None)
     if named:
         raise ValueError(f"not supported with an EAGLE-3 draft: {', '.join(named)}. Generate without assistant_model.")
     if streamer is not None and input_ids.shape[0] > 1:
         raise ValueError(f"a streamer takes one sequence, the batch has {input_ids.shape[0]}")
-    past = kwargs.get("cache", kwargs.get("past_key_values"))
-    if past is not None and past.get_seq_length() > 0:
+    wants_attention = config.return_dict_in_generate and config.output_attentions
+    if wants_attention and text_config(target)._attn_implementation != "eager":
         raise ValueError(
-            "a filled past_key_values isn't supported with an EAGLE-3 draft yet (the draft needs the hidden states of "
-            "the whole text): pass the whole text without it"
+            f"output_attentions needs the weights, which attn_implementation="
+            f"{text_config(target)._attn_implementation!r} doesn't give: target.set_attn_implementation('eager')"
         )
 
 
@@ -138,23 +141,23 @@ class _Session:
             self.generator.draw = self._draw
         text = text_config(target)
         self.max_position = self._position_limit(text)
+        # Old eager attention (GPT-2 in 4.57, GPT-Neo) cuts its causal mask from a table, which keys mustn't outgrow.
+        tables = [b.shape[-1] for name, b in target.named_buffers() if name.endswith(".bias") and b.dim() == 4]
+        self.max_keys = min(tables) if tables and text._attn_implementation == "eager" else None
         if self.max_position is not None and options.max_nodes >= self.max_position:
             raise ValueError(
                 f"{options.max_nodes} draft tokens a round don't fit into the target's {self.max_position} positions"
             )
         # Slots: a row never holds more than its text, and past it the nodes under verification.
         slots = max(self.rows.limits) + options.max_nodes + 1
-        self.cache = SpeculativeCache(text.num_hidden_layers, max_length=slots)
-        self.verifier = Verifier(
-            target, self.cache, logits_processor, batch, check_draft_fits(target, draft), bool(config.do_sample)
+        aux_ids = check_draft_fits(target, draft)
+        self.memory = Memory(
+            model_kwargs, self.rows, target, draft, aux_ids, slots, bool(config.return_dict_in_generate)
         )
-        keep = config.return_dict_in_generate
-        self.scores: list[list[torch.Tensor]] | None = (
-            [[] for _ in range(batch)] if keep and config.output_scores else None
-        )
-        self.logits: list[list[torch.Tensor]] | None = (
-            [[] for _ in range(batch)] if keep and config.output_logits else None
-        )
+        self.cache = self.memory.cache
+        self.verifier = Verifier(target, self.cache, logits_processor, batch, aux_ids, bool(config.do_sample))
+        self.recorder = StepRecorder(config, self.rows.pads, self.rows.width, self.cache.lengths or [0] * batch)
+        self.verifier.wanted = self.recorder.forward_options
 
     def _position_limit(self, text: Any) -> int | None:
         """Positions that nodes may take, or `None` for any number."""
@@ -171,34 +174,51 @@ class _Session:
         # Nodes past the end of a row that is nearly done mustn't trip the change either.
         return int(place) if kind == "longrope" and last <= place else limit
 
-    def run(self) -> None:
+    def run(self, synced_gpus: bool = False) -> None:
         """Prefill, then rounds until every row has ended."""
         try:
+            self.memory.lend(self.generator)
             self._prefill()
-            while self.rows.active:
-                self._round()
+            while self._any_active(synced_gpus):
+                if self.rows.active:
+                    self._round()
+                else:
+                    self.verifier.idle(self.rows.first_token())
+            self.memory.keep(self.generator, self.rows)
+        except BaseException:
+            self.memory.roll_back()
+            raise
         finally:
             if self.streamer is not None:
                 self.streamer.end()
 
+    def _any_active(self, synced_gpus: bool) -> bool:
+        if not synced_gpus:
+            return self.rows.active
+        return self.target._has_unfinished_sequences(not self.rows.active, True, self.rows.device)
+
     def _prefill(self) -> None:
         begin = time.perf_counter()
         rows = self.rows
-        ids, lengths = rows.right_padded()
+        ids, lengths = rows.right_padded(self.cache.lengths)
         last, features = self.verifier.prefill(ids, lengths)
+        self.recorder.add_prefill(self.verifier.states, lengths)
         raw, scores, tokens = self.verifier.choose(last[:, None], None, rows)
         counts = torch.ones(len(lengths), dtype=torch.long, device=tokens.device)
         kept, ended = self.stopper.cut(tokens, counts, rows.budgets(tokens.device))
-        survivors = self._commit(tokens, kept, ended, torch.zeros_like(counts), raw, scores, torch.zeros_like(tokens))
-        if rows.active and len(survivors) < len(lengths):
-            self.cache.select_rows(survivors)
-        if rows.active and self._depth() > 0:
-            at = torch.tensor(survivors, device=features.device)
-            following = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)[at.to(ids.device)]
-            prompt = [lengths[row] for row in survivors]
-            ends = torch.tensor(prompt, device=ids.device)[:, None] - 1
-            following = following.scatter(1, ends, rows.roots()[:, None].to(ids.device))
-            self.generator.extend(features[at], following, prompt)
+        going, _ = self._commit(tokens, kept, ended, torch.zeros_like(counts), raw, scores, torch.zeros_like(tokens))
+        # Rows that end are remembered where the next call may go on from here.
+        staying = list(range(len(lengths))) if self.memory.wanted else going
+        if len(going) < len(lengths):
+            self.memory.let_go(self.cache, going)
+        if staying and (self.memory.wanted or self._depth() > 0):
+            ends = torch.tensor(lengths, device=ids.device)[:, None] - 1
+            following = torch.cat((ids[:, 1:], ids[:, :1]), dim=1).scatter(1, ends, tokens.to(ids))
+            at = torch.tensor(staying)
+            counts_new = [lengths[row] for row in staying]
+            self.generator.extend(features[at.to(features.device)], following[at.to(ids.device)], counts_new)
+            if len(going) < len(staying):
+                self.generator.select_rows(going, park=True)
         self.stats.prefill_seconds = time.perf_counter() - begin
 
     def _depth(self) -> int:
@@ -234,6 +254,8 @@ class _Session:
         tree = None
         if depth > 0 and generator.cache.lengths:
             tree = generator.propose(rows.roots(), depth)
+            if self.max_keys is not None and self.cache.longest + tree.size > self.max_keys:
+                tree = None
         now = time.perf_counter()
         stats.draft_seconds += now - clock
         clock = now
@@ -247,39 +269,49 @@ class _Session:
             counts = torch.minimum(counts, torch.tensor(room, device=counts.device))
         kept, ended = self.stopper.cut(new, counts + 1, rows.budgets(new.device))
         # Drafting stops for good once no row has room for it, and then its memory needn't follow.
-        following = depth > 0
+        following = depth > 0 or self.memory.wanted
         features = features.gather(1, path.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
         roots_before = rows.text_lengths()
-        survivors = self._commit(new, kept, ended, counts, raw, scores, path, tree)
-        self._advance_cache(survivors, roots_before, path, tree)
-        if not rows.active or not following:
+        going, advanced = self._commit(new, kept, ended, counts, raw, scores, path, tree)
+        staying = list(range(len(roots_before))) if self.memory.wanted else going
+        self._advance_cache(staying, going, roots_before, advanced, path, tree)
+        if not staying or not following:
             return
         clock = time.perf_counter()
-        at = torch.tensor(survivors)
-        if len(survivors) < len(roots_before):
+        if len(staying) < len(roots_before):
+            at = torch.tensor(staying)
             features, new = features[at.to(features.device)], new[at.to(new.device)]
-            generator.select_rows(survivors)
-        advanced = [after - roots_before[row] for row, after in zip(survivors, rows.text_lengths())]
-        width = max(advanced)
-        generator.extend(features[:, :width], new[:, :width], advanced)
+            generator.select_rows(staying)
+        steps = [advanced[row] for row in staying]
+        generator.extend(features[:, : max(steps)], new[:, : max(steps)], steps)
+        if len(going) < len(staying):
+            generator.select_rows(going, park=True)
         stats.draft_seconds += time.perf_counter() - clock
 
-    def _advance_cache(self, survivors: list[int], before: list[int], path: torch.Tensor, tree: Any) -> None:
-        """Keep the accepted nodes' keys and values, drop everything of rows that ended."""
-        if not survivors:
+    def _advance_cache(
+        self,
+        staying: list[int],
+        going: list[int],
+        before: list[int],
+        advanced: list[int],
+        path: torch.Tensor,
+        tree: Any,
+    ) -> None:
+        """Keep the accepted nodes' keys and values, drop (or set aside) everything of rows that ended."""
+        if not staying:
             return
-        if len(survivors) < len(before):
-            self.cache.select_rows(survivors)
-        lengths = self.rows.text_lengths()
-        committed = [length - 1 for length in lengths]
+        if len(staying) < len(before):
+            self.cache.select_rows(staying)
+        committed = [before[row] + advanced[row] - 1 for row in staying]
         if tree is None or tree.is_chain:
             self.cache.commit(committed)
-            return
-        at = torch.tensor(survivors, device=path.device)
-        start = torch.tensor([before[row] - 1 for row in survivors], device=path.device)[:, None]
-        width = max(length - before[row] for row, length in zip(survivors, lengths))
-        source = start + path[at][:, :width]
-        self.cache.commit(committed, source, start + torch.arange(width, device=path.device))
+        else:
+            at = torch.tensor(staying, device=path.device)
+            start = torch.tensor([before[row] - 1 for row in staying], device=path.device)[:, None]
+            width = max(advanced[row] for row in staying)
+            self.cache.commit(committed, start + path[at][:, :width], start + torch.arange(width, device=path.device))
+        if len(going) < len(staying):
+            self.cache.park(going)
 
     def _commit(
         self,
@@ -291,8 +323,12 @@ class _Session:
         scores: torch.Tensor,
         path: torch.Tensor,
         tree: Any = None,
-    ) -> list[int]:
-        """Write the new tokens into the rows, count, stream; returns which rows of the batch go on."""
+    ) -> tuple[list[int], list[int]]:
+        """Write the new tokens into the rows, count, stream.
+
+        Returns:
+            Which rows of the batch go on, and how many tokens each row of the batch got.
+        """
         rows = self.rows
         # The one transfer of a round: everything the host needs, in one tensor.
         packed = torch.cat((kept[:, None], ended.long()[:, None], accepted[:, None], new, path), dim=1).tolist()
@@ -301,17 +337,19 @@ class _Session:
         done = [bool(line[1]) for line in packed]
         if self.stopper.others or self.stopper.timers:
             steps = None
-            if self.scores is not None:
+            if self.recorder.scores is not None:
                 nodes = [line[3 + width :][: line[0]] for line in packed]
-                steps = [self.scores[row] + list(scores[i, nodes[i]]) for i, row in enumerate(rows.original)]
+                steps = [self.recorder.scores[row] + list(scores[i, nodes[i]]) for i, row in enumerate(rows.original)]
             asked, stopped = self.stopper.ask(rows.ids, rows.columns, block, rows.original, steps)
             block = [tokens[:count] for tokens, count in zip(block, asked)]
             done = [d or s for d, s in zip(done, stopped)]
-        for i, (line, tokens) in enumerate(zip(packed, block)):
-            nodes = line[3 + width :][: len(tokens)]
-            for store, values in ((self.scores, scores), (self.logits, raw)):
-                if store is not None:
-                    store[rows.original[i]] += list(values[i, nodes].clone())
+        counts = list(map(len, block))
+        nodes = [line[3 + width :][:count] for line, count in zip(packed, counts)]
+        self.recorder.add_tokens(rows.original, nodes, scores, raw)
+        if rows.started:
+            starts = [length - 1 for length in rows.text_lengths()]
+            self.recorder.add_states(self.verifier.states, rows.original, counts, path, starts)
+        for line, tokens in zip(packed, block):
             taken = min(line[2], len(tokens))
             if rows.started:
                 drafted = 0 if tree is None else tree.max_depth
@@ -325,25 +363,14 @@ class _Session:
                     self.streamer.put_block(tokens, taken)
                 else:
                     self.streamer.put(torch.tensor(tokens))
-        return rows.append(block, done)
+        return rows.append(block, done), counts
 
     def result(self) -> Any:
         """What `generate()` returns."""
         sequences = self.rows.sequences()
         if not self.config.return_dict_in_generate:
             return sequences
-        steps = {
-            "scores": None if self.scores is None else _by_step(self.scores),
-            "logits": None if self.logits is None else _by_step(self.logits),
-        }
-        # The cache isn't handed out: its rows are shortened to those that were still running.
-        output = GenerateDecoderOnlyOutput(sequences=sequences, **steps)
+        name = "cache" if "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__ else "past_key_values"
+        output = GenerateDecoderOnlyOutput(sequences=sequences, **self.recorder.result(), **{name: self.cache})
         output["speculation_stats"] = self.stats
         return output
-
-
-def _by_step(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Per-row lists of `[vocab]` to plain generate's form: one `[batch, vocab]` a step; ended rows get zeros."""
-    steps = max(map(len, rows))
-    blank = torch.zeros_like(rows[0][0])
-    return tuple(torch.stack([row[i] if i < len(row) else blank for row in rows]) for i in range(steps))

@@ -45,13 +45,14 @@ class Rows:
             self.pads = (width - counts).tolist()
         if width == 0:
             raise ValueError("the prompt is empty: speculation needs at least one token to start from")
+        self._all_pads = list(self.pads)
         self.ids = input_ids.clone()
         self.columns = [width] * batch
         self.original = list(range(batch))
         self.max_length = max_length
         self.started = False
         self.finished: list[list[int]] = [[] for _ in range(batch)]
-        self._prompt = input_ids
+        self.prompt = input_ids
         self._generated: list[list[int]] = [[] for _ in range(batch)]
 
     @property
@@ -72,14 +73,27 @@ class Rows:
         """int64 `[rows]`: tokens each row may still get."""
         return torch.tensor([self.max_length - columns for columns in self.columns], device=device)
 
-    def right_padded(self) -> tuple[torch.Tensor, list[int]]:
-        """The prompts with their padding moved to the right (`[batch, longest]`), and their lengths."""
-        lengths = self.text_lengths()
-        if not any(self.pads):
-            return self._prompt, lengths
-        shift = torch.tensor(self.pads, device=self.device)[:, None]
-        index = (torch.arange(self.width, device=self.device)[None] + shift) % self.width
-        return self._prompt.gather(1, index)[:, : max(lengths)], lengths
+    def right_padded(self, cached: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """What is to be run of the prompts, with its padding on the right (`[batch, longest]`), and its lengths.
+
+        Args:
+            cached: tokens at the start of each row that were run before; empty for none.
+        """
+        lengths = [length - have for length, have in zip(self.text_lengths(), cached or [0] * len(self.pads))]
+        shifts = [self.width - length for length in lengths]
+        if not any(shifts):
+            return self.prompt, lengths
+        index = torch.arange(max(lengths), device=self.device)[None] + torch.tensor(shifts, device=self.device)[:, None]
+        return self.prompt.gather(1, index % self.width), lengths
+
+    def first_token(self) -> torch.Tensor:
+        """int64 `[1, 1]`: some token of the prompt."""
+        return self.prompt[:1, -1:]
+
+    def texts(self) -> list[torch.Tensor]:
+        """int64 `[length]` for each row of the call: its text, padding not counted."""
+        new = [torch.tensor(tokens, dtype=self.prompt.dtype, device=self.device) for tokens in self._generated]
+        return [torch.cat((ids[pad:], more)) for ids, pad, more in zip(self.prompt, self._all_pads, new)]
 
     def roots(self) -> torch.Tensor:
         """int64 `[rows]`: the last committed token of each row."""
@@ -114,5 +128,5 @@ class Rows:
         """int64 `[batch, prompt + longest answer]`, shorter answers padded on the right as `generate()` does."""
         longest = max(map(len, self._generated))
         answers = [tokens + [self.pad] * (longest - len(tokens)) for tokens in self._generated]
-        new = torch.tensor(answers, dtype=self._prompt.dtype, device=self.device).view(len(answers), longest)
-        return torch.cat((self._prompt, new), dim=1)
+        new = torch.tensor(answers, dtype=self.prompt.dtype, device=self.device).view(len(answers), longest)
+        return torch.cat((self.prompt, new), dim=1)

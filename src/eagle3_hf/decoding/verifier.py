@@ -45,6 +45,8 @@ class Verifier:
         self.aux_ids = aux_ids
         self.cache_argument = cache_argument(type(target).forward)
         self.keeps_logits = accepts(type(target).forward, "logits_to_keep")
+        self.wanted: dict[str, bool] = {}  # more that forwards are to return, and then
+        self.states: Any = None  # the last forward's output
 
     def _run(
         self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any
@@ -57,32 +59,55 @@ class Verifier:
                 use_cache=True,
                 return_dict=True,
                 **{self.cache_argument: self.cache},
+                **self.wanted,
                 **kwargs,
             )
+        self.states = out if self.wanted else None
         states = capture.take()
         device = states[-1].device
         return out.logits, torch.cat([state.to(device) for state in states], dim=-1)
 
     def prefill(self, ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run right-padded prompts `[batch, width]`.
+        """Run right-padded prompts `[batch, width]`, after what the cache holds of each row already.
 
-        Causality alone keeps padding out of sight, since it comes last; its keys and values are scratch.
+        Where it holds nothing, causality alone keeps padding out of sight, since it comes last; its keys and values
+        are scratch.
 
         Returns:
             Logits after each row's last token `[batch, vocab]`, and features `[batch, width, n_aux * hidden]`.
         """
         batch, width = ids.shape
-        self.cache.begin_write(None, width, batch=batch)
-        # repeat, not expand: XGLM of 4.57 adds to its position ids in place.
-        positions = torch.arange(width, device=ids.device)[None].repeat(batch, 1)
+        steps = torch.arange(width, device=ids.device)
+        past = self.cache.lengths
+        if not any(past):
+            self.cache.begin_write(None, width, batch=batch)
+            # repeat, not expand: XGLM of 4.57 adds to its position ids in place.
+            positions, mask = steps[None].repeat(batch, 1), None
+        else:
+            start = torch.tensor(past, device=ids.device)[:, None]
+            ends = torch.tensor(lengths, device=ids.device)[:, None]
+            # Padding goes to one slot past the longest row, and to a position that every table has.
+            used = max(map(sum, zip(past, lengths)))
+            is_padding = steps >= ends
+            slots = torch.where(is_padding, used, start + steps)
+            positions = torch.where(is_padding, start, start + steps)
+            padded = min(lengths) < width
+            level = min(past) == max(past) and not padded
+            self.cache.begin_write(None if level else slots, width, used=used + padded)
+            keys = torch.arange(self.cache.used, device=ids.device)
+            mask = self.masks.build(keys <= positions[..., None], positions, keys.expand(batch, -1))
         ends = torch.tensor([length - 1 for length in lengths], device=ids.device)
         distinct, place = ends.unique(return_inverse=True)
         kwargs = {"logits_to_keep": distinct} if self.keeps_logits else {}
-        logits, features = self._run(ids, positions, None, **kwargs)
+        logits, features = self._run(ids, positions, mask, **kwargs)
         row = torch.arange(batch, device=logits.device)
         last = logits[row, (place if self.keeps_logits else ends).to(logits.device)]
-        self.cache.set_lengths(lengths)
+        self.cache.set_lengths([have + length for have, length in zip(past, lengths)] if past else lengths)
         return last, features
+
+    def idle(self, token: torch.Tensor) -> None:
+        """A forward for nothing, while other processes of a sharded model need this one's part of the weights."""
+        self.target(input_ids=token, use_cache=False, return_dict=True)
 
     def forward(
         self, tree: DraftTree | None, rows: Rows, max_position: int | None
