@@ -17,12 +17,11 @@ class Progress:
 
     Args:
         steps: of the objective.
-        device: where sums over processes are made.
         reduce: sums a tensor over processes.
     """
 
-    def __init__(self, steps: int, device: torch.device, reduce: Reduce):
-        self.steps, self.device, self.reduce = steps, device, reduce
+    def __init__(self, steps: int, reduce: Reduce):
+        self.steps, self.reduce = steps, reduce
         self.tokens, self.seconds = 0, 0.0
         self.logged: tuple[int, float] = (0, 0.0)
         self._clock: float | None = None
@@ -36,7 +35,7 @@ class Progress:
         for name, value in values.items():
             mine = self._window[name]
             if mine.device != value.device:  # the first of a window moves it; no sync later
-                mine = mine.to(value.device)
+                mine = mine.to(value.device, torch.float32 if value.device.type == "mps" else torch.float64)
             self._window[name] = mine + value.detach()
 
     def gather(self) -> tuple[torch.Tensor, int]:
@@ -44,9 +43,9 @@ class Progress:
 
         A collective call.
         """
-        table = torch.stack([self._window[name].to(self.device) for name in ROWS])
-        tokens = torch.full((1, self.steps), float(self.tokens), dtype=table.dtype, device=table.device)
-        both = self.reduce(torch.cat([table, tokens])).cpu()
+        table = torch.stack([self._window[name] for name in ROWS]).cpu().double()
+        tokens = torch.full((1, self.steps), float(self.tokens), dtype=table.dtype)
+        both = self.reduce(torch.cat([table, tokens]))
         return both[:-1], int(both[-1, 0])
 
     def start(self) -> None:

@@ -97,7 +97,7 @@ class Eagle3Trainer(Trainer):
         self.stop = StopRequest()
         self._stop_flag: torch.Tensor | None = None
         self._stop_event: Any = None
-        self.progress = Progress(len(self.step_weights), args.device, self._sum_over_processes)
+        self.progress = Progress(len(self.step_weights), self._sum_over_processes)
         # Our loss is scaled for accumulation already; both of transformers' lines then leave it as it is.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -171,7 +171,10 @@ class Eagle3Trainer(Trainer):
         return self.progress.gather()[1]
 
     def _sum_over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(tensor, "sum") if self.args.world_size > 1 else tensor
+        """On the device of `tensor`; the sum itself is made where the backend wants it."""
+        if self.args.world_size == 1:
+            return tensor
+        return self.accelerator.reduce(tensor.to(self.args.device), "sum").to(tensor.device)
 
     def _unwrapped(self) -> Any:
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
@@ -275,9 +278,9 @@ class Eagle3Trainer(Trainer):
                 out = model(batch, torch.ones(self.chain, device=self.args.device), None, True, True)
             if at + rank < len(batches):
                 names = ("scored", "correct", "reached", "right", "slots", "sums")
-                counts.add(torch.stack([out[name].double().cpu() for name in names]))
+                counts.add(torch.stack([out[name].cpu().double() for name in names]))
         model.train(training)
-        counts.table = self._sum_over_processes(counts.table.to(self.args.device)).cpu()
+        counts.table = self._sum_over_processes(counts.table)
         return counts
 
     def _generate(self) -> dict[str, float]:
