@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedMo
 
 from .aux_layers import FINAL_STATE, AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
 from .compat import accepts, cache_argument
-from .decoding.arguments import settle_fields
+from .decoding.arguments import refuse_media, settle_fields
 from .decoding.cache import SpeculativeCache
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
@@ -88,6 +88,7 @@ class Eagle3TargetMixin:
                 raise ValueError("custom_generate takes the place of an EAGLE-3 draft's loop: give one of them")
             if kwargs.get("assistant_tokenizer") is not None:
                 raise ValueError("assistant_tokenizer: an EAGLE-3 draft has its target's vocabulary and needs none")
+            refuse_media(kwargs)
             kwargs["_eagle3_draft"] = True
         return super()._extract_generation_mode_kwargs(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
 

@@ -50,3 +50,21 @@ def settle_fields(config: Any) -> None:
         raise ValueError(f"not supported with an EAGLE-3 draft: {'; '.join(named)}. Generate without assistant_model.")
     config.cache_implementation = None  # nothing is allocated for it
     config._eagle3_draft = True
+
+
+def refuse_media(kwargs: dict[str, Any]) -> None:
+    """Refuse the inputs of vision and audio encoders before these run; texts alone are fine.
+
+    Args:
+        kwargs: model inputs given to `generate()`.
+
+    Raises:
+        ValueError: images, videos or audio, each input by name.
+    """
+    kinds = ("pixel_", "image_", "video_", "input_features", "mm_encoder_outputs")
+    named = sorted(name for name, value in kwargs.items() if name.startswith(kinds) and value is not None)
+    if named:
+        raise ValueError(
+            f"not supported with an EAGLE-3 draft: {', '.join(named)} (the text decoder speculates on texts alone). "
+            "Generate without assistant_model."
+        )

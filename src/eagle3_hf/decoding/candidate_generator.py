@@ -89,7 +89,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         Args:
             features: `[batch, width, n_aux * target_hidden_size]`, in text order.
             next_tokens: int64 `[batch, width]`, the token after each feature's.
-            counts: how many of the `width` entries of each row are real (the first ones).
+            counts: how many of the `width` entries of each row are real (the first ones). A row without any goes on
+                from where it was.
         """
         batch, width = next_tokens.shape
         device = self.draft.device
@@ -114,8 +115,10 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         )
         self.cache.set_lengths([length + count for length, count in zip(lengths, counts)])
         last = torch.tensor(counts, device=device) - 1
-        self._root_state = out.last_hidden_state[torch.arange(batch, device=device), last][:, None]
-        self._root_logits = None
+        roots = out.last_hidden_state[torch.arange(batch, device=device), last][:, None]
+        if self._root_state is not None and 0 in counts:
+            roots = torch.where((last < 0)[:, None, None], self._root_state, roots)
+        self._root_state, self._root_logits = roots, None
 
     def _head(self, states: torch.Tensor) -> torch.Tensor:
         """Draft logits of recurrent states (the final norm is already in them for `norm_output` drafts)."""

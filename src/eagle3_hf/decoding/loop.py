@@ -15,6 +15,7 @@ from ..compat import rope_switch
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..packing import pack_linears
 from .candidate_generator import Eagle3CandidateGenerator
+from .exact import MarginCheck
 from .memory import Memory
 from .options import DraftingOptions
 from .outputs import StepRecorder
@@ -93,7 +94,8 @@ def _refuse_unsupported(
         "inputs_tensor", "tokenizer", "inputs_embeds", "cache_params", "output_attentions",
         "output_hidden_states",
     }  # fmt: skip
-    named += sorted(name for name, value in kwargs.items() if name not in known and value is not None)
+    # transformers 5.2x gives vision-language models an empty `mm_encoder_outputs` for a text without images.
+    named += sorted(name for name, value in kwargs.items() if name not in known and value is not None and value != {})
     if named:
         raise ValueError(f"not supported with an EAGLE-3 draft: {', '.join(named)}. Generate without assistant_model.")
     if streamer is not None and input_ids.shape[0] > 1:
@@ -139,6 +141,10 @@ class _Session:
         self.generator = Eagle3CandidateGenerator(draft, target.get_input_embeddings(), options)
         if options.draft_sampling == "sample":
             self.generator.draw = self._draw
+        self.exact: MarginCheck | None = None
+        if options.exact is not None:
+            lengths = self.rows.text_lengths()
+            self.exact = MarginCheck(options.exact_margin, lengths[0], batch, bool(config.do_sample))
         text = text_config(target)
         self.max_position = self._position_limit(text)
         # Old eager attention (GPT-2 in 4.57, GPT-Neo) cuts its causal mask from a table, which keys mustn't outgrow.
@@ -169,6 +175,11 @@ class _Session:
             raise ValueError(
                 f"the target's {kind} RoPE rotates differently past position {place}, and the text may grow from "
                 f"{first} to {last} tokens: set max_new_tokens so that it stays below, or generate without a draft"
+            )
+        if kind == "dynamic" and place < last and len(self.rows.columns) > 1:
+            raise ValueError(
+                f"the target's dynamic RoPE rotates differently with every length past position {place}, and the rows "
+                f"of a batch grow to {last} tokens at different speeds: generate them one by one, or without a draft"
             )
         limit = getattr(text, "max_position_embeddings", None)
         # Nodes past the end of a row that is nearly done mustn't trip the change either.
@@ -252,13 +263,15 @@ class _Session:
         depth = self._depth()
         clock = time.perf_counter()
         tree = None
-        if depth > 0 and generator.cache.lengths:
+        if depth > 0 and generator.cache.lengths and not (self.exact and self.exact.waiting):
             tree = generator.propose(rows.roots(), depth)
             if self.max_keys is not None and self.cache.longest + tree.size > self.max_keys:
                 tree = None
         now = time.perf_counter()
         stats.draft_seconds += now - clock
         clock = now
+        if self.exact:
+            self.exact.replay(self.verifier, rows, stats)
         logits, features = self.verifier.forward(tree, rows, self.max_position)
         stats.target_seconds += time.perf_counter() - clock
         raw, scores, selected = self.verifier.choose(logits, tree, rows)
@@ -267,7 +280,10 @@ class _Session:
             # Shorter rows are still drafted for; those at the end of the position table go on token by token.
             room = [max(self.max_position - length, 0) for length in rows.text_lengths()]
             counts = torch.minimum(counts, torch.tensor(room, device=counts.device))
-        kept, ended = self.stopper.cut(new, counts + 1, rows.budgets(new.device))
+        bonus: Any = 1
+        if self.exact and tree is not None:
+            counts, bonus = self.exact.cut(scores, logits.dtype, path, counts)
+        kept, ended = self.stopper.cut(new, counts + bonus, rows.budgets(new.device))
         # Drafting stops for good once no row has room for it, and then its memory needn't follow.
         following = depth > 0 or self.memory.wanted
         features = features.gather(1, path.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
@@ -283,7 +299,8 @@ class _Session:
             features, new = features[at.to(features.device)], new[at.to(new.device)]
             generator.select_rows(staying)
         steps = [advanced[row] for row in staying]
-        generator.extend(features[:, : max(steps)], new[:, : max(steps)], steps)
+        if any(steps):
+            generator.extend(features[:, : max(steps)], new[:, : max(steps)], steps)
         if len(going) < len(staying):
             generator.select_rows(going, park=True)
         stats.draft_seconds += time.perf_counter() - clock
@@ -344,6 +361,8 @@ class _Session:
             block = [tokens[:count] for tokens, count in zip(block, asked)]
             done = [d or s for d, s in zip(done, stopped)]
         counts = list(map(len, block))
+        if self.exact:  # a row that goes on without a bonus token was held back
+            self.exact.note(not done[0] and counts[0] == packed[0][2], self.stats)
         nodes = [line[3 + width :][:count] for line, count in zip(packed, counts)]
         self.recorder.add_tokens(rows.original, nodes, scores, raw)
         if rows.started:
@@ -361,7 +380,7 @@ class _Session:
                     self.streamer.put_tree(tree)
                 if hasattr(self.streamer, "put_block"):
                     self.streamer.put_block(tokens, taken)
-                else:
+                elif tokens:
                     self.streamer.put(torch.tensor(tokens))
         return rows.append(block, done), counts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 
@@ -22,6 +22,10 @@ class DraftingOptions:
             threshold.
         draft_sampling: "greedy" drafts the likeliest tokens; "sample" draws each from the draft's distribution, after
             the same processors as the target's, when `generate()` samples. Both are exact. "sample" is for chains.
+        exact: "margin" has tokens whose two best logits are nearly equal decided again by a single-token forward, as
+            plain `generate()` decides them (greedy only; for bfloat16, float16 and quantised targets).
+        exact_margin: what counts as nearly equal there, in logits; default: two steps of the target's precision at the
+            best logit.
     """
 
     num_assistant_tokens: int = 4
@@ -30,6 +34,8 @@ class DraftingOptions:
     tree_total_tokens: int | None = None
     tree_paths: Sequence[Sequence[int]] | None = None
     draft_sampling: str = "greedy"
+    exact: str | None = None
+    exact_margin: float | None = None
 
     @staticmethod
     def shared_names() -> tuple[str, ...]:
@@ -61,6 +67,15 @@ class DraftingOptions:
             raise ValueError(f"draft_sampling must be 'greedy' or 'sample', got {self.draft_sampling!r}")
         if self.draft_sampling == "sample" and not self.is_chain:
             raise ValueError("draft_sampling='sample' drafts chains: set tree_top_k=1 and no tree_paths, or 'greedy'")
+        if self.exact not in (None, "margin"):
+            raise ValueError(f"exact must be 'margin' or None, got {self.exact!r}")
+        if self.exact_margin is not None:
+            if self.exact is None:
+                raise ValueError("exact_margin is the bound of exact='margin': give that too")
+            if isinstance(self.exact_margin, bool) or not isinstance(self.exact_margin, Real):
+                raise ValueError(f"exact_margin must be a number of logits, got {self.exact_margin!r}")
+            if not self.exact_margin >= 0:
+                raise ValueError(f"exact_margin must be at least 0, got {self.exact_margin}")
         for name in ("num_assistant_tokens", "tree_top_k", "tree_total_tokens"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):

@@ -23,6 +23,8 @@ class SpeculationStats:
         prefill_seconds, target_seconds, draft_seconds, total_seconds: wall time of the prefill, of the target and draft
             forwards after it, and of the whole call.
         candidates_per_round: most nodes in one verification, root included.
+        redecided: tokens that `exact="margin"` held back for a forward of their own.
+        replayed: single-token forwards that it ran before those for the tokens in front; `rounds` counts them too.
     """
 
     rounds: int = 0
@@ -37,6 +39,8 @@ class SpeculationStats:
     draft_seconds: float = 0.0
     total_seconds: float = 0.0
     candidates_per_round: int = 0
+    redecided: int = 0
+    replayed: int = 0
 
     @property
     def tau(self) -> float:
@@ -84,7 +88,7 @@ class SpeculationStats:
             mine.extend([0] * (len(theirs) - len(mine)))
             for position, count in enumerate(theirs):
                 mine[position] += count
-        for name in ("rounds", "generated", "drafted", "accepted"):
+        for name in ("rounds", "generated", "drafted", "accepted", "redecided", "replayed"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("prefill_seconds", "target_seconds", "draft_seconds", "total_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -107,4 +111,6 @@ class SpeculationStats:
             "total_seconds": self.total_seconds,
             "cycle_efficiency": self.cycle_efficiency,
             "candidates_per_round": self.candidates_per_round,
+            "redecided": self.redecided,
+            "replayed": self.replayed,
         }
