@@ -1,4 +1,4 @@
-"""A conversation: each turn is generated from the whole history, its text streamed as blocks arrive.
+"""A conversation: what was said before is kept, only what is new is run; the text is streamed as blocks arrive.
 
 python examples/chat.py [TARGET DRAFT]
 """
@@ -26,20 +26,26 @@ def main(target_name: str = "smollm2", draft_path: str = str(DRAFT), max_new_tok
         drafted, own = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:accepted], ids[accepted:]))
         print((f"[{drafted}]" if drafted else "") + own, end="", flush=True)
 
-    history, total = [], SpeculationStats()
+    history, total, past = [], SpeculationStats(), None
     for turn in TURNS:
         history.append({"role": "user", "content": turn})
         text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
         print(f"user: {turn}\nmodel: ", end="")
+        if past is not None:
+            # An answer may be tokenised otherwise than it was generated: what is the same is kept.
+            past.trim_to(**inputs)
         out = target.generate(
             **inputs,
+            past_key_values=past,
+            return_dict_in_generate=True,
             assistant_model=draft,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             streamer=SpeculationStreamer(show),
         )
-        answer = tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answer = tokenizer.decode(out.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        past = out.past_key_values
         history.append({"role": "assistant", "content": answer})
         total.merge(target.speculation_stats)
         print("\n")
