@@ -41,7 +41,7 @@ for part in {parts!r}:
     assert result.updates == part["updates"], result
     assert result.finished is part["finished"], result
 """
-SGD = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "logging_steps": 1}
+SGD = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "logging_steps": 1}
 
 
 def launch(folder: Path, parts: list[dict], processes: int = 2, **environment: str) -> None:
@@ -94,14 +94,14 @@ def test_two_processes_do_what_one_does(tmp_path):
     run(tiny_recipe(tmp_path / "one", training=one), data, target=lambda: target)
     start = weights(tmp_path / "one" / "prepared" / "draft")
     single, double = weights(tmp_path / "one" / "draft"), weights(tmp_path / "two" / "draft")
-    assert max((single[n] - start[n]).abs().max() for n in start if start[n].is_floating_point()) > 1e-3
+    assert max((single[n] - start[n]).abs().max() for n in start if start[n].is_floating_point()) > 1e-2
     for name, tensor in single.items():
-        torch.testing.assert_close(double[name], tensor, atol=2e-7, rtol=0, msg=name)
+        torch.testing.assert_close(double[name], tensor, atol=2e-6, rtol=0, msg=name)
     logs = [entries(tmp_path / name) for name in ("one", "two")]
     assert [line["step"] for line in logs[0]] == [line["step"] for line in logs[1]]
     for a, b in zip(*logs):
         # Losses, accuracies, tokens, epochs, and simulated acceptance over all held-out documents.
-        assert a == pytest.approx(b, abs=1e-6)
+        assert a == pytest.approx(b, abs=1e-5)
 
     whole = {**adam, "gradient_accumulation_steps": 2}
     run(tiny_recipe(tmp_path / "whole", training=whole), data, target=lambda: target)

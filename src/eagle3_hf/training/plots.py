@@ -54,7 +54,7 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: str | os.PathLike)
         axis.set_xlabel("update")
         axis.grid(alpha=0.3)
         if drawn:
-            axis.legend()
+            axis.legend(loc="upper right")
     path = Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
     figure.savefig(scratch, format="png", dpi=100)
