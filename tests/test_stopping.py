@@ -230,7 +230,9 @@ def test_max_time_ends_after_a_round(llama, llama_draft):
     assert 9 < out.shape[1] < 70
     shortest = min(sum(row) for row in (out != PAD).tolist())
     assert shortest > 0
-    assert out[0, :11].tolist() == full[0, :11].tolist()
+    # On a busy machine there is time for one token only.
+    width = min(11, out.shape[1])
+    assert out[0, :width].tolist() == full[0, :width].tolist()
 
 
 def test_a_limit_far_away_costs_nothing(llama, llama_draft):
