@@ -160,11 +160,11 @@ def make_pair(family="llama", **draft_changes):
     return target, make_draft(target, **draft_changes)
 
 
-def in_process(target, draft, batch=3, backend=None, **options):
+def in_process(target, draft, batch=3, runner=None, **options):
     """An exported model whose graphs run uncompiled."""
     values = {"sequence_length": LENGTH, "context_buckets": BUCKETS, "num_speculative_tokens": DRAFTS} | options
     config = Eagle3NeuronModelForCausalLM.get_neuron_config(target, draft, batch_size=batch, **values)
-    backend = backend or InProcessBackend()
+    backend = runner or InProcessBackend()
     with mock.patch("eagle3_hf.neuron.model.get_backend", return_value=backend):
         return Eagle3NeuronModelForCausalLM.export(target, draft, config, load_weights=True)
 

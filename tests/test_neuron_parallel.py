@@ -76,7 +76,7 @@ def backend_for(options):
 def test_same_tokens_as_plain(variant):
     options = VARIANTS[variant]
     target, draft = odd_pair()
-    model = in_process(target, draft, backend=backend_for(options), **options)
+    model = in_process(target, draft, runner=backend_for(options), **options)
     accepted = 0
     for seed, (batch, width, new) in enumerate([(3, 9, LENGTH - 9), (2, 14, 10)]):
         accepted += assert_same_as_plain(model, target, prompts(batch, width, seed), new, seed=seed).accepted
@@ -86,7 +86,7 @@ def test_same_tokens_as_plain(variant):
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_other_families(family):
     target, draft = make_pair(family)
-    model = in_process(shake(target), draft, backend=AllRanksBackend(), tensor_parallel_size=2, padded_hidden_size=40)
+    model = in_process(shake(target), draft, runner=AllRanksBackend(), tensor_parallel_size=2, padded_hidden_size=40)
     assert assert_same_as_plain(model, target, prompts(3, 9, 1), LENGTH - 9).accepted > 5
 
 
@@ -238,10 +238,10 @@ def test_what_can_not_be_split():
         ({"padded_hidden_size": 16}, "padded_hidden_size 16 is below the target's hidden_size 32"),
     ):
         with pytest.raises(ValueError, match=message):
-            in_process(target, draft, backend=AllRanksBackend(), **options)
+            in_process(target, draft, runner=AllRanksBackend(), **options)
     draft = make_draft(target, intermediate_size=49)
     with pytest.raises(ValueError, match="doesn't suit the draft: intermediate_size 49"):
-        in_process(target, draft, backend=AllRanksBackend(), tensor_parallel_size=2)
+        in_process(target, draft, runner=AllRanksBackend(), tensor_parallel_size=2)
 
 
 _RANK = """
