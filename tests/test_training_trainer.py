@@ -319,7 +319,7 @@ def test_a_new_draft_starts_as_the_target_does(target):
     [
         {"norm_before_residual": True}, {"fc_norm": True}, {"num_hidden_layers": 2}, {"own_embeddings": True},
         {"aux_hidden_state_layers": [0, 1, 2, 3, 4]}, {"qk_norm": True}, {"norm_output": True},
-        {"initialise": "scratch"}, {"hidden_size": 48, "head_dim": 12},
+        {"initialise": "scratch"}, {"initialise": "scratch", "hidden_size": 48, "head_dim": 12},
     ],
     ids=str,
 )  # fmt: skip

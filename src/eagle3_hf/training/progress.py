@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 ROWS = ("loss", "slots", "correct", "scored")
 Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class DivergedError(ValueError):
+    """The loss or a weight stopped being a finite number."""
+
+
+def diverged(value: float, what: str, update: int, saved: Path | None) -> DivergedError:
+    """The error to raise.
+
+    Args:
+        value: what isn't finite.
+        what: its name.
+        update: the last one that was done.
+        saved: the newest checkpoint.
+    """
+    return DivergedError(
+        f"{what} is {value} after update {update}: training has diverged. Lower training.learning_rate or "
+        "training.max_grad_norm, or look for such numbers in the features. "
+        + (f"The last checkpoint is {saved}." if saved else "There is no checkpoint yet.")
+    )
 
 
 class Progress:

@@ -120,7 +120,7 @@ def _tokenizers(recipe: Recipe, path: str) -> tuple[Any, Any] | None:
             AutoTokenizer.from_pretrained(resolve_model(recipe.draft.model)),
             AutoTokenizer.from_pretrained(path, **_revision(recipe)),
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, ImportError):
         return None
 
 
@@ -149,7 +149,7 @@ def _conversations(recipe: Recipe, path: str, config: Any) -> TokenDataset:
     masks = None
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_revision(recipe))
-    except (OSError, ValueError) as error:  # rows may bring their tokens; `tokenise` says so where they don't
+    except (OSError, ValueError, ImportError) as error:  # rows may bring their tokens; `tokenise` says if not
         logger.warning("no tokenizer for %s: %s", path, error)
         tokenizer = None
     if tokenizer is not None and tokenizer.chat_template:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,15 +26,13 @@ from .acceptance import AcceptanceCounts
 from .batches import BatchPlan, CountingCollator, StreamSampler, pack_by_length
 from .checkpointing import is_complete, last_checkpoint, load_weights, mark_complete, rotate, unmark
 from .interrupt import StopRequest
-from .progress import Progress
+from .progress import DivergedError, Progress, diverged
+
+__all__ = ["DivergedError", "Eagle3Trainer"]
 
 logger = logging.getLogger(__name__)
 
 STATE = "eagle3_state.json"
-
-
-class DivergedError(ValueError):
-    """The loss or a weight stopped being a finite number."""
 
 
 class _StopWhenAsked(TrainerCallback):
@@ -208,13 +207,8 @@ class Eagle3Trainer(Trainer):
         return loss
 
     def _check_finite(self, value: float, what: str) -> None:
-        if value != value or value in (float("inf"), float("-inf")):
-            saved = last_checkpoint(self.args.output_dir)
-            raise DivergedError(
-                f"{what} is {value} after update {self.state.global_step}: training has diverged. Lower "
-                "training.learning_rate or training.max_grad_norm, or look for such numbers in the features. "
-                + (f"The last checkpoint is {saved}." if saved else "There is no checkpoint yet.")
-            )
+        if not math.isfinite(value):
+            raise diverged(value, what, self.state.global_step, last_checkpoint(self.args.output_dir))
 
     # Logs
 
@@ -386,6 +380,13 @@ class Eagle3Trainer(Trainer):
         if self.is_fsdp_enabled:
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
         load_weights(self._unwrapped().draft, resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.is_fsdp_enabled or self.is_deepspeed_enabled or self.args.device.type != "cpu":
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        # transformers 4.57 loads to `cpu:0` in several processes on CPUs, a place that torch doesn't know.
+        for name, part in (("optimizer.pt", self.optimizer), ("scheduler.pt", self.lr_scheduler)):
+            part.load_state_dict(torch.load(os.path.join(checkpoint, name), map_location="cpu", weights_only=True))
 
     def _load_best_model(self) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
