@@ -331,7 +331,7 @@ def test_one_process_at_a_time(tmp_path):
 
 
 def old_shard(docs, first=0):
-    """A shard as recipes/smollm2-135m-instruct/extract_features.py writes them."""
+    """A shard of the form that came before index.json."""
     sizes = torch.tensor([0, *map(len, docs)])
     total = int(sizes.sum())
     return {
