@@ -28,25 +28,49 @@ class HostSampling:
 Stop = Callable[[list[int]], bool]
 
 
-def unpad(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[list[int]]:
+def unpad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None, pad: int | None, vocab_size: int
+) -> list[list[int]]:
     """Rows without the padding in front.
 
+    Args:
+        input_ids: `[batch, prompt]`, integers.
+        attention_mask: `[batch, prompt]`, zero on padding; `None`: padding is where `pad` is.
+        pad: the padding token; `None`: there is no padding where there is no mask.
+        vocab_size: tokens that the target knows.
+
     Raises:
-        ValueError: padding anywhere else, or a row without a token.
+        ValueError: tensors of another kind, padding anywhere else, a row without a token, an unknown token.
     """
-    rows = input_ids.tolist()
-    if attention_mask is None:
-        kept = rows
-    else:
-        kept = []
-        for row, real in zip(rows, attention_mask.tolist()):
-            count = sum(map(bool, real))
-            if not all(real[len(real) - count :]):
-                raise ValueError("prompts must be padded on the left: set tokenizer.padding_side = 'left'")
-            kept.append(row[len(row) - count :])
-    if not all(kept):
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.is_complex():
+        raise ValueError(
+            f"input_ids must be integers [batch, prompt], got {str(input_ids.dtype).removeprefix('torch.')} "
+            f"{list(input_ids.shape)}"
+        )
+    if not input_ids.numel():
         raise ValueError("a prompt is empty: speculation needs at least one token to start from")
-    return kept
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask must be {list(input_ids.shape)}, as input_ids, got {list(attention_mask.shape)}"
+        )
+    if attention_mask is not None:
+        mask = attention_mask.bool()
+    else:
+        mask = torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids != pad
+    # Behind a prompt's first token there is no padding.
+    if (mask[:, :-1] & ~mask[:, 1:]).any():
+        if attention_mask is not None:
+            raise ValueError("prompts must be padded on the left: set tokenizer.padding_side = 'left'")
+        raise ValueError(
+            f"the pad token {pad} stands inside or behind a prompt: pad on the left, or pass an attention_mask that "
+            "says which tokens are real"
+        )
+    if not mask.any(dim=1).all():
+        raise ValueError("a prompt is empty: speculation needs at least one token to start from")
+    wrong = input_ids[mask & ((input_ids < 0) | (input_ids >= vocab_size))]
+    if len(wrong):
+        raise ValueError(f"token {int(wrong[0])} isn't one of the target's {vocab_size}")
+    return [row[kept].tolist() for row, kept in zip(input_ids, mask)]
 
 
 class Generation:

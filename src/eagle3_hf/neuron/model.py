@@ -19,7 +19,7 @@ from .backends import get_backend
 from .config import CONFIG_FILE, Eagle3NeuronConfig
 from .families import check_family, load_pair, take_apart
 from .generation import Generation, HostSampling, stop_rule, unpad
-from .options import new_tokens, prepare
+from .options import end_and_padding, new_tokens, prepare
 from .runtime import GraphRuntime
 from .specs import GraphTable
 from .split import fit
@@ -45,6 +45,7 @@ class Eagle3NeuronModelForCausalLM:
         self._folder, self._manifest, self._keep = folder, manifest, keep
         self.neuron_config = manifest.compiled
         self.generation_config = GenerationConfig.from_pretrained(folder)
+        self._vocab_size = int(self.config.vocab_size)
         self.runtime: GraphRuntime | None = None
         self.speculation_stats: SpeculationStats | None = None
 
@@ -231,8 +232,9 @@ class Eagle3NeuronModelForCausalLM:
 
         Args:
             input_ids: int64 `[batch, prompt]`, padded on the left; up to `batch_size` rows.
-            attention_mask: `[batch, prompt]`, zero on padding; `None`: no padding.
-            generation_config: instead of the target's own.
+            attention_mask: `[batch, prompt]`, zero on padding. `None`: as transformers sees it, the pad token is
+                padding where the generation config names one that isn't an EOS as well.
+            generation_config: for this call; what it leaves open comes from the target's own.
             stopping_criteria: each is asked after every token of every row, with that row's text alone, unpadded.
             options: `max_new_tokens`, `max_length`, `eos_token_id`, `pad_token_id`, `do_sample`, `temperature`, ...;
                 without a length, rows may fill `sequence_length`.
@@ -246,30 +248,23 @@ class Eagle3NeuronModelForCausalLM:
         """
         if self.runtime is None:
             raise RuntimeError("the weights aren't loaded: call load(), or save_pretrained() and from_pretrained()")
-        drafts = options.pop("num_assistant_tokens", None)
-        if drafts not in (None, self.neuron_config.num_speculative_tokens):
-            raise ValueError(
-                f"num_assistant_tokens {drafts}: the graphs were compiled for num_speculative_tokens "
-                f"{self.neuron_config.num_speculative_tokens}; export again to change it"
-            )
-        config = prepare(self.generation_config, generation_config, options)
+        compiled = self.neuron_config
+        config = prepare(self.generation_config, generation_config, options, compiled)
         sampling = None
-        if self.neuron_config.do_sample:
+        if compiled.do_sample:
             heat = 1.0 if config.temperature is None else float(config.temperature)
             sampling = HostSampling(heat if config.do_sample else 0.0)
-        elif config.do_sample:
-            raise ValueError("these graphs are greedy: export with do_sample=True to sample")
-        given = config.eos_token_id
-        eos = [] if given is None else [given] if isinstance(given, int) else list(given)
-        pad = config.pad_token_id if config.pad_token_id is not None else (eos or [0])[0]
+        eos, pad = end_and_padding(config)
+        prompts = unpad(input_ids, attention_mask, None if pad in eos else pad, self._vocab_size)
         length = new_tokens(config, options, input_ids.shape[1])
-        prompts = unpad(input_ids, attention_mask)
         run = Generation(self.runtime, prompts, length, sampling, stop_rule(set(eos), stopping_criteria or ()))
         answers = [text[len(prompt) :] for text, prompt in zip(run.run(), prompts)]
         self.speculation_stats = run.stats
         longest = max(map(len, answers))
-        padded = torch.tensor([answer + [pad] * (longest - len(answer)) for answer in answers], dtype=torch.long)
-        return torch.cat((input_ids.long(), padded.view(len(answers), longest)), dim=1)
+        filler = pad if pad is not None else (eos or [0])[0]
+        padded = [answer + [filler] * (longest - len(answer)) for answer in answers]
+        made = torch.tensor(padded, dtype=torch.long, device=input_ids.device)
+        return torch.cat((input_ids.long(), made.view(len(answers), longest)), dim=1)
 
 
 def _name(model: Any) -> str | None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from .model import Eagle3NeuronModelForCausalLM
 
 _NEW_TOKENS = 16
+
+
+@contextmanager
+def _plain_greedy(*models: Any) -> Iterator[None]:
+    """Both without the target's own defaults: no penalties, no sampling, and no EOS that would cut answers short."""
+    before = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for model, config in zip(models, before):
+            model.generation_config = config
 
 
 def compare(exported: Eagle3NeuronModelForCausalLM, target: Any, new_tokens: int = _NEW_TOKENS) -> int:
@@ -38,15 +54,15 @@ def compare(exported: Eagle3NeuronModelForCausalLM, target: Any, new_tokens: int
     for row, text in enumerate(rows):
         padded[row, width - len(text) :] = text
         mask[row, width - len(text) :] = 1
-    # No EOS: every row then has the full length, and rows can be compared one by one.
-    answers = exported.generate(padded, mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=[])
-    for text, answer in zip(rows, answers):
+    with _plain_greedy(exported, target):
+        answers = exported.generate(padded, mask, max_new_tokens=new_tokens)
         # Without a mask, transformers would take prompt tokens equal to the pad id for padding.
-        whole = torch.ones_like(text[None])
-        plain = target.generate(
-            text[None], attention_mask=whole, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None
-        )
-        wanted = plain[0, len(text) :].tolist()
+        plain = [
+            target.generate(text[None], attention_mask=torch.ones_like(text[None]), max_new_tokens=new_tokens)
+            for text in rows
+        ]
+    for text, answer, whole in zip(rows, answers, plain):
+        wanted = whole[0, len(text) :].tolist()
         if (has := answer[width:].tolist()[: len(wanted)]) != wanted:
             raise ValueError(f"the exported graphs don't write what the model writes: {has} instead of {wanted}")
         total += len(wanted)
