@@ -31,8 +31,8 @@ logger = logging.getLogger("make_prompts")
 FIRST_WORDS = """Write|Explain|What|How|Why|Describe|Compose|Can you|Give me|Imagine|Suppose|Compare|Discuss|Draft
 Create|Tell me|If|Is|Do|Which|Who|Pretend|Act as|You are|Summarize|Identify|Given|Extract|Analyze|Provide|Design
 Implement|Write a Python|Write a function|Write a short story|Write a poem|Write an email|Write a blog post|Edit|Rewrite
-Outline|Evaluate|What are|What is|How do|How can|Some people|Develop|Please|A person|Solve|Could you|Read the|Help me|In a
-Find|Start|Argue|Name"""
+Outline|Evaluate|What are|What is|How do|How can|Some people|Develop|Please|A person|Solve|Could you|Read the|Help me
+In a|Find|Start|Argue|Name"""
 RUN, SHORT, SHARED = 8, 12, 0.6
 
 
