@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_fixtures import FIXTURES
+from checkpoint_fixtures import FIXTURES, HIDDEN, LAYERS, VOCAB, full, modelopt, write
 from support import make_draft, make_target
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from eagle3_hf import Eagle3DraftModel, disable_eagle3
@@ -92,3 +92,20 @@ def test_probe(pair: tuple[Path, Path], tmp_path: Path):
     assert {reading["places"] for reading in verdict["readings"]} == {16}
     assert "as loaded" in result.stdout
     assert verdict["text"] in result.stdout
+
+
+def test_export_borrows_the_targets_head(tmp_path: Path):
+    folder = write(tmp_path / "in", modelopt(), full(drop="lm_head.weight")())
+    refusal = run("export", folder, tmp_path / "out", "-f", "specforge")
+    assert refusal.exit_code == 2 and "--target" in refusal.stderr
+    target = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=8, num_hidden_layers=LAYERS, num_attention_heads=2
+        )
+    )
+    target.save_pretrained(tmp_path / "target")
+    result = run("export", folder, tmp_path / "out", "-f", "specforge", "--target", tmp_path / "target")
+    assert result.exit_code == 0, result.output
+    again = Eagle3DraftModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.lm_head.weight, target.lm_head.weight)
+    assert again.config.target_num_hidden_layers == LAYERS

@@ -101,14 +101,14 @@ def test_names_on_record(tmp_path: Path):
 
 
 def test_weights_win_over_config_and_both_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    changes = {"intermediate_size": 99, "num_key_value_heads": 4, "draft_vocab_size": 30, "fc_norm": True}
+    changes = {"intermediate_size": 99, "num_key_value_heads": 4, "draft_vocab_size": 30, "attention_bias": True}
     folder = FIXTURES["eagle"].write(tmp_path, **changes)
     with caplog.at_level(logging.WARNING):
         draft = Eagle3DraftModel.from_pretrained(folder)
     found = {entry.name: (entry.config, entry.weights) for entry in draft.provenance.overridden}
     assert found["intermediate_size"] == (99, 24)
     assert found["num_key_value_heads"] == (4, 2)
-    assert found["fc_norm"] == (True, False)
+    assert found["attention_bias"] == (True, False)
     assert "intermediate_size: config says 99, weights say 24" in caplog.text
     assert "draft_vocab_size: config says 30, weights say 12" in caplog.text
 

@@ -44,7 +44,8 @@ def normalise_rope(config: dict[str, Any]) -> dict[str, Any]:
     merged = {**scaling, **parameters}
     merged["rope_type"] = merged.pop("rope_type", None) or merged.pop("type", None) or "default"
     merged.pop("type", None)
-    merged["rope_theta"] = float(merged.get("rope_theta") or theta or 10000.0)
+    given = [value for value in (merged.get("rope_theta"), theta) if value is not None]
+    merged["rope_theta"] = float(given[0] if given else 10000.0)
     return merged
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
 from .compat import normalise_rope
+
+_FLAGS = (
+    "use_aux_hidden_state", "attention_bias", "mlp_bias", "fc_bias", "qk_norm", "norm_before_residual",
+    "norm_before_fc", "fc_norm", "norm_output", "final_norm", "own_embeddings",
+)  # fmt: skip
 
 
 class Eagle3Config(PretrainedConfig):
@@ -120,6 +127,7 @@ class Eagle3Config(PretrainedConfig):
         super().__init__(tie_word_embeddings=False, **kwargs)
 
     def _check(self) -> None:
+        self._check_kinds()
         if not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} must be in 1..vocab_size ({self.vocab_size}, the target's)"
@@ -142,6 +150,28 @@ class Eagle3Config(PretrainedConfig):
             self._check_single_state()
         if self.num_hidden_layers < 1 or self.num_aux_hidden_states < 1:
             raise ValueError("num_hidden_layers and num_aux_hidden_states must be at least 1")
+
+    def _check_kinds(self) -> None:
+        """A file or a caller may give anything; a string for a flag would count as true, a negative eps make NaN."""
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        ids = self.aux_hidden_state_layers
+        if ids is not None and not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ValueError(f"aux_hidden_state_layers must be whole numbers, got {ids!r}")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} isn't known to transformers")
+        rope = self.rope_parameters
+        if not (math.isfinite(rope["rope_theta"]) and rope["rope_theta"] > 0):
+            raise ValueError(f"rope_theta must be above 0, got {rope['rope_theta']!r}")
+        if rope["rope_type"] == "default" and rope.get("factor") not in (None, 1, 1.0):
+            raise ValueError(f"RoPE has a factor ({rope['factor']!r}) and no type: it would be ignored")
+        numbers = {"rms_norm_eps": self.rms_norm_eps, "RoPE's factor": rope.get("factor", 1.0)}
+        for name, value in numbers.items():
+            least = 0 if name == "rms_norm_eps" else math.ulp(0.0)
+            known = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not known or not math.isfinite(value) or value < least:
+                raise ValueError(f"{name} must be a number {'of at least' if least == 0 else 'above'} 0, got {value!r}")
 
     def _check_single_state(self) -> None:
         needs_fc = [name for name in ("norm_before_fc", "fc_norm", "fc_bias") if getattr(self, name)]

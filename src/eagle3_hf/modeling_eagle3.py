@@ -360,7 +360,8 @@ class Eagle3DraftModel(PreTrainedModel):
         """
         from .checkpoints.families import is_own
         from .checkpoints.files import HUB_ARGUMENTS, CheckpointFiles
-        from .checkpoints.load import load_published, own_provenance
+        from .checkpoints.load import check_target_sizes, load_published, own_provenance
+        from .checkpoints.own import refuse_incomplete
         from .checkpoints.vocabulary import fit_target_vocabulary
 
         hub = {key: kwargs[key] for key in HUB_ARGUMENTS if key in kwargs}
@@ -372,24 +373,20 @@ class Eagle3DraftModel(PreTrainedModel):
             and not is_own(content := files.config())
         ):
             rest = {key: value for key, value in kwargs.items() if key not in HUB_ARGUMENTS}
+            if rest.pop("config", None) is not None:
+                raise ValueError("config= isn't taken for a published draft checkpoint: pass the fields themselves")
             model = load_published(cls, files, content, target, **rest)
             return (model, {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": []}) if wants_info else model
         files.check()
+        kwargs["ignore_mismatched_sizes"] = True  # reported below by name; the library's own error names none
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        problems = {
-            name: sorted(map(str, info[name]))
-            for name in ("missing_keys", "unexpected_keys", "mismatched_keys")
-            if info.get(name)
-        }
-        if problems:
-            details = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys)}" for name, keys in problems.items())
-            raise ValueError(
-                f"{pretrained_model_name_or_path} is not a complete Eagle3DraftModel checkpoint ({details})"
-            )
+        refuse_incomplete(files.source, info)
         with contextlib.suppress(OSError):  # no generation_config.json: the defaults stand
             model.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         model.provenance = own_provenance(files, model)
         if target is not None:
+            config = model.config
+            check_target_sizes(config.target_hidden_size, config.target_num_hidden_layers, target)
             model.provenance.warnings += fit_target_vocabulary(model, target.config.get_text_config().vocab_size)
         return (model, info) if wants_info else model
 

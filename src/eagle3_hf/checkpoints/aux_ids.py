@@ -52,6 +52,13 @@ def _nested(ids: tuple[int, ...], num_layers: int | None) -> tuple[tuple[int, ..
     return tuple(i + 1 for i in ids), _OUTPUT
 
 
+def _callers_ids(override: Any) -> tuple[int, ...]:
+    ids = tuple(override) if isinstance(override, Iterable) and not isinstance(override, str) else None
+    if ids is None or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"aux_hidden_state_layers must be a list of whole numbers, got {override!r}")
+    return ids
+
+
 def resolve_aux_ids(
     config: dict[str, Any],
     num_aux: int,
@@ -77,7 +84,7 @@ def resolve_aux_ids(
     warnings: list[str] = []
     found = written_ids(config)
     if override is not None:
-        made = AuxIds(tuple(int(i) for i in override), "caller", None, _INPUT)
+        made = AuxIds(_callers_ids(override), "caller", None, _INPUT)
     elif single:
         made = AuxIds((FINAL_STATE,), "use_aux_hidden_state", None, _FINAL)
         warnings += [f"{key} = {list(ids)} is ignored: use_aux_hidden_state is false" for key, ids in found.items()]

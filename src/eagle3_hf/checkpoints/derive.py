@@ -42,7 +42,9 @@ class Derived:
 def _need(weights: dict[str, torch.Tensor], name: str, dims: int = 2) -> torch.Tensor:
     tensor = weights.get(name)
     if tensor is None:
-        raise ValueError(f"{name} is missing from the checkpoint (it has {', '.join(sorted(weights))})")
+        raise ValueError(
+            f"{name} is missing from the checkpoint (it has {', '.join(sorted(set(weights) - {'d2t', 't2d'}))})"
+        )
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, it has shape {tuple(tensor.shape)}")
     return tensor
@@ -85,7 +87,10 @@ def derive_config(fields: dict[str, Any], weights: dict[str, torch.Tensor], num_
     if eps is None:
         eps = 1e-6
         made.warnings.append("rms_norm_eps is missing from the config: 1e-06, the default of LlamaConfig, is used")
-    made.values["rms_norm_eps"] = float(eps)
+    try:
+        made.values["rms_norm_eps"] = float(eps)
+    except (TypeError, ValueError):
+        raise ValueError(f"rms_norm_eps must be a number, got {eps!r}") from None
     made.values["rope_parameters"] = _rope(made, fields)
     if fields.get("sliding_window") and fields.get("use_sliding_window", True):
         made.values["sliding_window"] = int(fields["sliding_window"])
@@ -115,7 +120,7 @@ def _widths(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
         width = _need(weights, "fc_norm.0.weight", 1).shape[0]
     elif stated and fc.shape[1] % stated == 0:
         width = int(stated)
-    elif num_ids and fc.shape[1] % num_ids == 0:
+    elif num_ids and fc.shape[1] % num_ids == 0 and _fits(fc, num_ids, "embed_tokens.weight" in weights):
         width = fc.shape[1] // num_ids
     elif fc.shape[1] % hidden == 0:
         width = hidden
@@ -132,8 +137,16 @@ def _widths(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
     made.shape("num_aux_hidden_states", fields.get("num_aux_hidden_states"), fc.shape[1] // width)
     if norms and norms != fc.shape[1] // width:
         raise ValueError(f"there are {norms} fc_norm tensors for {fc.shape[1] // width} aux hidden states")
-    made.shape("fc_norm", fields.get("fc_norm"), bool(norms))
-    made.shape("norm_before_fc", fields.get("norm_before_fc"), "input_norm.weight" in weights)
+    for flag, present, tensors in (
+        ("fc_norm", bool(norms), "fc_norm.*.weight"),
+        ("norm_before_fc", "input_norm.weight" in weights, "input_norm.weight"),
+    ):
+        if fields.get(flag) and not present:
+            raise ValueError(
+                f"{flag} is true in the config, but {tensors} is missing: without that norm every state would be read "
+                f"wrong. If the draft was trained without it, set {flag} to false in config.json"
+            )
+        made.shape(flag, fields.get(flag), present)
     made.values["fc_bias"] = "fc.bias" in weights
     made.values["own_embeddings"] = "embed_tokens.weight" in weights
     if made.values["own_embeddings"] and weights["embed_tokens.weight"].shape[1] != hidden:
@@ -146,6 +159,11 @@ def _widths(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
             "is missing"
         )
     _check_query(weights, hidden)
+
+
+def _fits(fc: torch.Tensor, num_ids: int, own_embeddings: bool) -> bool:
+    """Whether `num_ids` can be the number of states; without own embeddings target and draft are equally wide."""
+    return own_embeddings or fc.shape[1] == num_ids * fc.shape[0] or fc.shape[1] % fc.shape[0] != 0
 
 
 def _check_query(weights: dict[str, torch.Tensor], hidden: int) -> None:
@@ -187,6 +205,11 @@ def _heads(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tenso
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
     norm = weights.get(f"{_LAYER}self_attn.q_norm.weight")
+    if norm is None and fields.get("qk_norm"):
+        raise ValueError(
+            "the config's layers are of type qwen3, which normalise queries and keys, but "
+            f"{_LAYER}self_attn.q_norm.weight is missing. If the draft was trained without, its type is llama"
+        )
     if norm is not None:
         size = norm.shape[0]
         if size == rows and size != dim and heads != 1:
@@ -231,14 +254,19 @@ def _biases(made: Derived, fields: dict[str, Any], weights: dict[str, torch.Tens
 
 
 def _rope(made: Derived, fields: dict[str, Any]) -> dict[str, Any]:
-    given = {key: fields[key] for key in ("rope_parameters", "rope_scaling", "rope_theta") if fields.get(key)}
+    given = {
+        key: fields[key] for key in ("rope_parameters", "rope_scaling", "rope_theta") if fields.get(key) is not None
+    }
     for key in ("rope_parameters", "rope_scaling"):
         if key in given and not isinstance(given[key], dict):
             raise ValueError(f"{key} must be an object, got {given[key]!r}")
     known = "rope_theta" in given or any("rope_theta" in given.get(k, {}) for k in ("rope_parameters", "rope_scaling"))
     if not known:
         made.warnings.append("rope_theta is missing from the config: 10000 is used, the target's isn't borrowed")
-    rope = normalise_rope(given)
+    try:
+        rope = normalise_rope(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"rope_theta must be a number, the config has {given!r}") from None
     if rope["rope_type"] == "mrope" or any(key in rope for key in _PICTURE_ROPE):
         for key in _PICTURE_ROPE:
             rope.pop(key, None)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..modeling_eagle3 import Eagle3DraftModel
 from .families import FORMATS
+from .layout import variants_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,21 @@ class Exported:
     warnings: list[str] = field(default_factory=list)
 
 
+def _unsettled_ids(draft: Eagle3DraftModel) -> list[str]:
+    """Ids whose reading nobody checked are written down as certain: the file's reader has no way to find out."""
+    record, config = getattr(draft, "provenance", None), draft.config
+    if record is None or not record.aux.source.startswith("eagle_config") or record.aux.written is None:
+        return []
+    if config.target_num_hidden_layers is not None or record.aux.ids == record.aux.written:
+        return []
+    if "aux_ids" not in variants_of(config):  # they can be the default ids, which only this reading makes them
+        return []
+    return [
+        f"{record.aux.source} = {list(record.aux.written)} were read as layer outputs, unless the target has "
+        f"{max(record.aux.written)} layers; that wasn't checked: pass target= (--target) when loading the draft"
+    ]
+
+
 def export_draft(
     draft: Eagle3DraftModel, folder: str | os.PathLike, format: str, tokens: int | None = None
 ) -> Exported:
@@ -50,7 +66,7 @@ def export_draft(
     layout = FORMATS.get(format)
     if layout is None:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
-    warnings = layout.refuse_export(draft)
+    warnings = layout.refuse_export(draft) + _unsettled_ids(draft)
     folder = Path(folder)
     present = sorted(file.name for file in folder.glob("*") if file.suffix in {".bin", ".safetensors", ".json"})
     if present:

@@ -51,6 +51,8 @@ class CheckpointFiles:
             if not file.is_file() and needed:
                 raise OSError(f"{file.parent} has no {name}: is it a checkpoint's folder?")
             return file if file.is_file() else None
+        if Path(self.source).expanduser().is_absolute() or self.source.startswith("."):
+            raise OSError(f"there is no folder {self.source!r}")
         from transformers.utils import cached_file
 
         options = {key: value for key, value in self.hub.items() if value is not None}
@@ -155,14 +157,19 @@ class CheckpointFiles:
         """
         for file in self.weight_files():
             if file.suffix == ".safetensors":
-                _damaged_or(file, lambda file=file: list(_opened(file)))
+                kinds = _damaged_or(file, lambda file=file: _stored_kinds(file))
             else:
-                read_pickle(file)
+                kinds = {name: str(tensor.dtype) for name, tensor in read_pickle(file).items()}
+            # PreTrainedModel casts whatever it finds: a float map loses ids, integer weights their scales.
+            for name, kind in kinds.items():
+                is_float = kind.startswith(("F", "BF", "torch.float", "torch.bfloat"))
+                if is_float == (name in {"d2t", "t2d"}):
+                    raise ValueError(f"{name} is stored as {kind}: the checkpoint was cast, get the original file")
 
 
-def _opened(file: Path) -> list[str]:
+def _stored_kinds(file: Path) -> dict[str, str]:
     with safe_open(file, framework="pt") as opened:
-        return list(opened.keys())
+        return {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
 
 
 def _damaged_or(file: Path, read: Any) -> Any:
@@ -222,6 +229,9 @@ def read_pickle(file: Path) -> dict[str, torch.Tensor]:
         content = content["state_dict"]
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a dict of tensors, it holds a {type(content).__name__}")
+    unnamed = [name for name in content if not isinstance(name, str)]
+    if unnamed:
+        raise ValueError(f"{file} must hold tensors by name, it has one called {unnamed[0]!r}")
     odd = sorted(str(name) for name, value in content.items() if not isinstance(value, torch.Tensor))
     if odd:
         raise ValueError(f"{file} holds things that are no tensors: {', '.join(odd)}")

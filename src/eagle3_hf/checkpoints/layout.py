@@ -110,9 +110,13 @@ def variants_of(config: Eagle3Config) -> dict[str, str]:
 
 def _other_ids(config: Eagle3Config) -> bool:
     ids, layers = config.aux_hidden_state_layers, config.target_num_hidden_layers
-    if not config.use_aux_hidden_state:
+    if not config.use_aux_hidden_state or ids is None:
         return ids is not None
-    return ids is not None and layers is not None and tuple(ids) != default_aux_layers(layers)
+    if layers is None:
+        # The last id says which depth it would have to be: ids that are the default of no model can be told so.
+        layers = max(ids) + 3
+        return tuple(ids) != (2, layers // 2, layers - 3)
+    return tuple(ids) != default_aux_layers(layers)
 
 
 def llama_fields(config: Eagle3Config) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from .files import CheckpointFiles
 from .names import normalise_names
 from .provenance import AuxIds, Override, Provenance
 from .refusals import refuse_unsupported
-from .vocabulary import fit_target_vocabulary, settle_vocabulary
+from .values import check_structure, check_values
+from .vocabulary import fit_target_vocabulary, settle_vocabulary, unfilled_map
 
 logger = logging.getLogger(__name__)
 
@@ -65,21 +66,25 @@ def prepare(
         OSError: files are missing.
     """
     config = files.config() if config is None else config
+    check_structure(config)
     raw, names = files.read()
     layout, evidence = detect(config, raw)
     fields, warnings = layout.fields(config)
+    check_values(fields)
     weights, renamed, dropped = normalise_names(raw)
     origin = {new: old for old, new in renamed.items()}
     warnings += refuse_unsupported(config, fields, weights)
     record = Provenance(files.source, layout.name, evidence, names, renamed, dropped)
     _check_dtypes(weights, origin)
-    _check_finite(weights, origin)
+    warnings += _check_finite(weights, origin)
     _settle_head(fields, weights, target, record)
     vocabulary = settle_vocabulary(fields, weights)
     weights |= {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d}
     listed = next(iter(written_ids(config).values()), None)
     made = derive_config(fields, weights, None if listed is None else len(listed))
-    depth = text_config(target).num_hidden_layers if target is not None else fields.get("target_num_hidden_layers")
+    depth = fields.get("target_num_hidden_layers")
+    if target is not None:
+        depth = check_target_sizes(made.values["target_hidden_size"], depth, target)
     single = is_single_state(fields, weights)
     record.aux, found = resolve_aux_ids(
         config, made.values["num_aux_hidden_states"], depth, aux_hidden_state_layers, single
@@ -125,7 +130,7 @@ def load_published(
     for name in _IGNORED:
         kwargs.pop(name, None)
     known = set(Eagle3Config().to_dict()) - set(PretrainedConfig().to_dict())
-    unknown = sorted(set(kwargs) - known)
+    unknown = sorted(set(kwargs) - known)  # `config` among them: the checkpoint's own is what is read
     if unknown:
         raise ValueError(f"from_pretrained() doesn't know {', '.join(unknown)} for a published draft checkpoint")
     prepared = prepare(files, config, target, kwargs.pop("aux_hidden_state_layers", None))
@@ -141,6 +146,8 @@ def load_published(
     ready = {
         name: tensor.to(kind) if tensor.is_floating_point() else tensor for name, tensor in prepared.weights.items()
     }
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        record.warnings += _rounded(prepared.weights, kind)
     model.load_state_dict(ready, strict=True, assign=True)
     # RoPE tables aren't in a file: they were made on the meta device with the rest, and are made again here.
     model.rotary_emb = LlamaRotaryEmbedding(config=rotary_config(made))
@@ -155,6 +162,35 @@ def load_published(
     return model.to(device).eval() if device is not None else model.eval()
 
 
+def check_target_sizes(width: int, depth: int | None, target: Any) -> int:
+    """Check that a draft can be this target's: no message of a later stage could name the cause as well.
+
+    Args:
+        width: the target's hidden size, as the draft's weights show it.
+        depth: the target's number of layers, if the checkpoint says.
+        target: the loaded target.
+
+    Returns:
+        The target's number of layers.
+
+    Raises:
+        ValueError: one of them differs; names both values.
+        TypeError: the target isn't a loaded model.
+    """
+    if not hasattr(getattr(target, "config", None), "get_text_config"):
+        raise TypeError(f"target must be the loaded target model, got {target!r}")
+    text = text_config(target)
+    pairs = (("hidden size", width, text.hidden_size), ("number of layers", depth, text.num_hidden_layers))
+    for what, made_for, has in pairs:
+        if made_for is not None and made_for != has:
+            raise ValueError(
+                f"this draft isn't one for {type(target).__name__}: it was made for a target with {what} {made_for}, "
+                f"the target's {what} is {has}"
+            )
+    layers: int = text.num_hidden_layers
+    return layers
+
+
 def own_provenance(files: CheckpointFiles, model: Eagle3DraftModel) -> Provenance:
     """The record of a draft in our own layout, after checking what `PreTrainedModel` doesn't check.
 
@@ -162,7 +198,7 @@ def own_provenance(files: CheckpointFiles, model: Eagle3DraftModel) -> Provenanc
         ValueError: weights that aren't finite, or a broken vocabulary map.
     """
     state = model.state_dict()
-    _check_finite(state, {})
+    warnings = _check_finite(state, {})
     size, vocab = model.config.draft_vocab_size, model.config.vocab_size
     ids = torch.arange(size, device=model.d2t.device) + model.d2t
     if int(ids.min()) < 0 or int(ids.max()) >= vocab:
@@ -171,7 +207,11 @@ def own_provenance(files: CheckpointFiles, model: Eagle3DraftModel) -> Provenanc
         )
     if ids.unique().numel() != size:
         raise ValueError(f"d2t is broken: {size - ids.unique().numel()} target ids occur twice")
+    unfilled_map(model.d2t, vocab, model.t2d)
     record = Provenance(files.source, "transformers", "model_type eagle3", [file.name for file in files.weight_files()])
+    record.warnings = warnings
+    for text in warnings:
+        logger.warning("%s: %s", files.source, text)
     record.vocabulary = f"{size} of {vocab} tokens, map by offsets" if size < vocab else f"all {vocab} tokens"
     t2d = torch.zeros_like(model.t2d)
     t2d[ids] = True
@@ -190,16 +230,30 @@ def own_provenance(files: CheckpointFiles, model: Eagle3DraftModel) -> Provenanc
 
 def _dtype(wanted: Any, stored: torch.dtype) -> torch.dtype:
     """As `PreTrainedModel` decides: 4.57 loads in float32 unless told otherwise, 5.x in what the file holds."""
-    if isinstance(wanted, torch.dtype):
-        return wanted
     if wanted is None:
         return stored if IS_V5 else torch.float32
-    if wanted == "auto":
+    if isinstance(wanted, str) and wanted == "auto":
         return stored
-    found = getattr(torch, str(wanted), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype must be a torch.dtype, its name or 'auto', got {wanted!r}")
+    found = wanted if isinstance(wanted, torch.dtype) else getattr(torch, str(wanted), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be a floating-point torch.dtype, its name or 'auto', got {wanted!r}")
     return found
+
+
+def _rounded(weights: dict[str, torch.Tensor], kind: torch.dtype) -> list[str]:
+    """A model has one dtype; a file may hold several, and the finer ones lose bits."""
+    finer = [
+        name
+        for name, tensor in weights.items()
+        if tensor.is_floating_point() and torch.promote_types(tensor.dtype, kind) != kind
+    ]
+    if not finer:
+        return []
+    some = ", ".join(finer[:3]) + (", ..." if len(finer) > 3 else "")
+    return [
+        f"{len(finer)} tensors are stored finer than the draft's {str(kind).removeprefix('torch.')} and are rounded to "
+        f"it: {some}. Load with dtype=torch.float32 to keep them"
+    ]
 
 
 def _single_device(device_map: Any) -> Any:
@@ -224,7 +278,8 @@ def _check_dtypes(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> N
         raise ValueError(f"weights that aren't floating-point numbers: {listed}")
 
 
-def _check_finite(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> None:
+def _check_finite(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> list[str]:
+    """Refuse NaN and infinity, and zeros that blot out all that comes in; other zeros are returned as a warning."""
     bad = {
         name: int((~tensor.isfinite()).sum())
         for name, tensor in weights.items()
@@ -233,6 +288,20 @@ def _check_finite(weights: dict[str, torch.Tensor], origin: dict[str, str]) -> N
     if bad:
         listed = ", ".join(f"{origin.get(name, name)} ({count} values)" for name, count in bad.items())
         raise ValueError(f"weights that are NaN or infinite: {listed}. The checkpoint is damaged")
+    zero = [
+        name
+        for name, tensor in weights.items()
+        if name.endswith(".weight") and tensor.is_floating_point() and not tensor.any()
+    ]
+    # Beside a residual a block of zeros only does nothing, as some trainers start it; the rest has no way around it.
+    dead = [origin.get(name, name) for name in zero if not name.endswith("_proj.weight")]
+    if dead:
+        raise ValueError(
+            f"weights that are all zero: {', '.join(dead)}. They were never written: such a draft says the same token "
+            "always. The checkpoint is damaged"
+        )
+    idle = ", ".join(origin.get(name, name) for name in zero)
+    return [f"weights that are all zero: {idle}. That part of the draft does nothing"] if zero else []
 
 
 def _settle_head(fields: dict[str, Any], weights: dict[str, torch.Tensor], target: Any, record: Provenance) -> None:
@@ -246,7 +315,10 @@ def _settle_head(fields: dict[str, Any], weights: dict[str, torch.Tensor], targe
             "A random one would never be right"
         )
     if target is None:
-        raise ValueError("lm_head.weight is missing: this draft uses its target's. Pass target=<the loaded target>")
+        raise ValueError(
+            "lm_head.weight is missing: this draft uses its target's. Pass target=<the loaded target>, --target T on "
+            "the command line"
+        )
     head = target.get_output_embeddings()
     gate = weights.get("layers.0.mlp.gate_proj.weight")  # a plain name for the draft's width and dtype
     if gate is None or gate.dim() != 2:

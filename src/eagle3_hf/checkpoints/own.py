@@ -31,3 +31,31 @@ class TransformersLayout(WritableLayout):
             options = copy.deepcopy(draft.generation_config)
             options.num_assistant_tokens = tokens
             options.save_pretrained(folder)
+
+
+def refuse_incomplete(source: str, info: dict[str, Any]) -> None:
+    """Turn what `PreTrainedModel` only reports into an error.
+
+    Args:
+        source: the checkpoint, as the user named it.
+        info: the loading info; mismatched keys come as `(name, stored shape, model's shape)`, on 4.57 as names.
+
+    Raises:
+        ValueError: tensors are missing, unknown or of the wrong size; all are named.
+    """
+    details = []
+    for kind in ("missing_keys", "unexpected_keys"):
+        if info.get(kind):
+            details.append(f"{kind.replace('_', ' ')}: {', '.join(sorted(map(str, info[kind])))}")
+    if info.get("mismatched_keys"):
+        sizes = sorted(map(_mismatch, info["mismatched_keys"]))
+        details.append(f"mismatched keys: {', '.join(sizes)}")
+    if details:
+        raise ValueError(f"{source} is not a complete Eagle3DraftModel checkpoint ({'; '.join(details)})")
+
+
+def _mismatch(found: Any) -> str:
+    if isinstance(found, str):
+        return found
+    name, stored, wanted = found
+    return f"{name} {list(stored)}, not {list(wanted)}"

@@ -11,6 +11,8 @@ _QUANTISED_NAMES = re.compile(
     r"\.(weight_scale\w*|weight_packed|weight_zero_point|weight_shape|qweight|qzeros|scales|g_idx|input_scale|absmax"
     r"|weight_scale_inv)$"
 )
+_MATRICES = re.compile(r"(^(fc|lm_head|embed_tokens)|^layers\.\d+\..*_proj)\.weight$")
+_VECTORS = re.compile(r"norm(\.\d+)?\.weight$|\.bias$|^t2d$")
 _NARROW = {torch.int8, torch.uint8, torch.int32, torch.int16}
 
 
@@ -55,6 +57,7 @@ def refuse_unsupported(config: dict[str, Any], fields: dict[str, Any], weights: 
     experts = [name for name in names if re.search(r"\.(experts|block_sparse_moe)\.", name)]
     if experts:
         raise ValueError(f"drafts with a mixture of experts aren't supported: {_some(experts)}")
+    _check_dimensions(weights)
     fc, query = weights.get("fc.weight"), weights.get("layers.0.self_attn.q_proj.weight")
     if fc is not None and query is not None and fc.shape[1] == 2 * fc.shape[0] and query.shape[1] == fc.shape[0]:
         raise ValueError(
@@ -80,7 +83,17 @@ def refuse_unsupported(config: dict[str, Any], fields: dict[str, Any], weights: 
         )
     if (fields.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {fields['partial_rotary_factor']} isn't supported in a draft")
-    return _unconfirmed(config)
+    return _unconfirmed(config) + _unused_first_norm(fields, weights)
+
+
+def _check_dimensions(weights: dict[str, torch.Tensor]) -> None:
+    for name, tensor in weights.items():
+        dims = 2 if _MATRICES.search(name) else 1 if _VECTORS.search(name) else tensor.dim()
+        if tensor.dim() != dims or not tensor.numel():
+            raise ValueError(
+                f"{name} must have {dims} dimension{'s' * (dims > 1)} and hold values, it has shape "
+                f"{tuple(tensor.shape)}: the checkpoint is damaged"
+            )
 
 
 def _refuse_contradicting_single_state(weights: dict[str, torch.Tensor]) -> None:
@@ -91,6 +104,15 @@ def _refuse_contradicting_single_state(weights: dict[str, torch.Tensor]) -> None
             f"use_aux_hidden_state is false, but the checkpoint has {_some(joining)}: a head that reads the target's "
             "last state alone has none. If it does read several states, remove the key from config.json"
         )
+
+
+def _unused_first_norm(fields: dict[str, Any], weights: dict[str, torch.Tensor]) -> list[str]:
+    if fields.get("use_input_layernorm_in_first_layer") is False and "layers.0.input_layernorm.weight" in weights:
+        return [
+            "use_input_layernorm_in_first_layer is false in the config, but layers.0.input_layernorm.weight is there: "
+            "it is used"
+        ]
+    return []
 
 
 def _refuse_quantised(config: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:

@@ -68,6 +68,7 @@ class SpeculatorsLayout(WritableLayout):
         fields = lift({**defaults, **layer, **{key: value for key, value in config.items() if value is not None}})
         if layer.get("model_type", "qwen3") == "qwen3" and not layer.get("use_sliding_window"):
             fields.pop("sliding_window", None)
+        fields["qk_norm"] = layer.get("model_type") == "qwen3"  # its layers never come without
         verifier = (config.get("speculators_config") or {}).get("verifier") or {}
         fields.setdefault("target_name_or_path", verifier.get("name_or_path"))
         fields.setdefault("target_architectures", verifier.get("architectures"))

@@ -49,6 +49,36 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def unfilled_map(d2t: torch.Tensor, size: int, t2d: torch.Tensor | None) -> list[str]:
+    """Recognise a `d2t` that was registered and never filled in: all zeros, which reads as the first tokens.
+
+    Args:
+        d2t: as stored, `[Vd]`.
+        size: tokens of the target.
+        t2d: as stored, `[V]`, if it was.
+
+    Returns:
+        A warning, where nothing tells the two apart.
+
+    Raises:
+        ValueError: `t2d` keeps other tokens.
+    """
+    count = len(d2t)
+    if count >= size or bool(d2t.any()):
+        return []
+    if t2d is None:
+        return [
+            f"d2t is all zeros: the draft's vocabulary would be the target's first {count} tokens. A map that was "
+            "never filled in looks the same; if no token is ever accepted, that is why"
+        ]
+    if not _same_set(torch.arange(count, device=t2d.device), t2d):
+        raise ValueError(
+            f"d2t is all zeros, which means the target's first {count} tokens, but t2d keeps others "
+            f"({int(t2d.bool().sum())} tokens): the map was never filled in. Every drafted token would be wrong"
+        )
+    return []
+
+
 def _valid(ids: torch.Tensor, size: int) -> bool:
     return bool((ids >= 0).all() and (ids < size).all() and ids.unique().numel() == ids.numel())
 
@@ -149,9 +179,15 @@ def settle_vocabulary(fields: dict[str, Any], weights: dict[str, torch.Tensor]) 
         if len(stored) != head:
             raise ValueError(f"d2t has {len(stored)} entries, lm_head has {head} rows: they must be equal")
         kept = weights.get("t2d")
+        warnings += unfilled_map(stored, size, kept)
         ids, reading, found = _map_ids(stored, size, kept)
         warnings += found
         d2t = ids - torch.arange(head)
+        if rows <= int(ids.max()):
+            raise ValueError(
+                f"embed_tokens.weight has {rows} rows, and the draft's vocabulary has token {int(ids.max())}: the "
+                "table is cut short"
+            )
     stated = fields.get("draft_vocab_size")
     if stated is not None and int(stated) != head:
         overridden.append(Override("draft_vocab_size", stated, f"{head} (lm_head)"))

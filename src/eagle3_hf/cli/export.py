@@ -20,6 +20,10 @@ def export(
     draft_tokens: Annotated[
         int | None, typer.Option("--num-assistant-tokens", "-K", min=1, help="Tokens drafted a round, for the servers.")
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option("--target", help="Its target, for drafts without a head; its depth settles the aux ids, too."),
+    ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="`auto` keeps the file's; or float32, bfloat16, float16.")
     ] = "auto",
@@ -27,15 +31,18 @@ def export(
     subfolder: SubfolderOption = None,
 ) -> None:
     """Write a draft so that vLLM, SGLang or EAGLE's own code load it, and show the line that starts them."""
-    from .. import Eagle3DraftModel
+    from .. import AutoEagle3Target, Eagle3DraftModel, resolve_model
     from ..checkpoints import export_draft
     from .common import check_model_name, pick_dtype, quiet_libraries
 
     quiet_libraries()
     kind = dtype if dtype == "auto" else pick_dtype(dtype)
+    model = None
+    if target is not None:
+        model = AutoEagle3Target.from_pretrained(resolve_model(check_model_name("target", target)), pack=False)
     name = draft if subfolder else check_model_name("draft", draft)
     with warnings_shown_here():
-        loaded = Eagle3DraftModel.from_pretrained(name, dtype=kind, **hub_options(revision, subfolder))
+        loaded = Eagle3DraftModel.from_pretrained(name, target=model, dtype=kind, **hub_options(revision, subfolder))
         done = export_draft(loaded, folder, format, draft_tokens)
     out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
     for text in [*loaded.provenance.warnings, *done.warnings]:
