@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from support import LAYERS, SHAPES, assert_same_as_plain, config_of, make_draft, make_target, oracle, prompts, texts_of
-from test_target_families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from eagle3_hf import enable_eagle3
 from eagle3_hf.compat import IS_V5
+from eagle3_hf.families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -40,10 +40,10 @@ def test_a_batch_of_4096_tokens_and_less(long_llama):
     assert assert_same_as_plain(target, draft, inputs, SHAPES["dynamic"], max_new_tokens=16).accepted > 10
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "cohere2", "gpt_oss", "llama4"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text"])
 def test_far_past_the_window(family):
     # Windows of 8 and chunks of 16 tokens, left behind dozens of times.
-    config = FAMILIES[family]()
+    config = FAMILIES[family].tiny_config()
     config.max_position_embeddings = 1024
     torch.manual_seed(0)
     attention = {"attn_implementation": "eager"} if family in ("gpt_oss", "gemma2") else {}

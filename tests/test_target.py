@@ -78,7 +78,7 @@ def test_set_and_get(caplog):
     assert target.get_eagle3_aux_hidden_state_layers() == (2, 6, 9)
     for ids, words in (
         ([13], r"\[13\].*0\.\.12.*12 decoder layers"),
-        ([-1], "outside"),
+        ([-2], "outside"),
         ([1, 1], "repeat"),
         ([], "one"),
     ):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
+import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -565,20 +568,24 @@ def test_parse_teacher():
             parse_teacher(bad)
 
 
+KILLED = """
+import pathlib, time
+from test_training_features import documents, write
+write(pathlib.Path({folder!r}), documents(120), shard_documents=5, progress=lambda done: time.sleep(0.02))
+"""
+
+
 def test_killed_process_loses_at_most_its_shard(tmp_path):
-    # Forked: a fresh interpreter would import for longer than the test lasts.
-    process = multiprocessing.get_context("fork").Process(
-        target=write,
-        args=(tmp_path, documents(120)),
-        kwargs={"shard_documents": 5, "progress": lambda done: time.sleep(0.02)},
+    # A fresh interpreter: after a fork torch's threads are gone, and its first parallel operator waits for them.
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED.format(folder=str(tmp_path))], env=os.environ | {"PYTHONPATH": paths}
     )
-    process.start()
     until = time.monotonic() + 120
-    while len(list(tmp_path.glob("shard-*.safetensors"))) < 4 and process.is_alive() and time.monotonic() < until:
+    while len(list(tmp_path.glob("shard-*.safetensors"))) < 4 and process.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
     process.kill()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert process.wait() == -signal.SIGKILL
     before = len(FeatureDataset(tmp_path))
     assert 20 <= before < 120
     assert before % 5 == 0
