@@ -12,7 +12,8 @@ from transformers import DynamicCache
 
 from eagle3_hf import SpeculativeCache
 from eagle3_hf.decoding.masks import TargetMasks, finish, visibility
-from eagle3_hf.decoding.tree import DraftTree, best_nodes, chain, from_parents, static_shape
+from eagle3_hf.decoding.static_tree import static_shape
+from eagle3_hf.decoding.tree import DraftTree, best_nodes, chain, from_parents
 from eagle3_hf.decoding.verification import accept
 
 HEADS, DIM = 2, 3

@@ -98,6 +98,8 @@ class Eagle3TargetMixin:
         drafting = {name: kwargs.pop(name) for name in DraftingOptions.own_names() if name in kwargs}
         drafting |= {name: kwargs[name] for name in DraftingOptions.shared_names() if kwargs.get(name) is not None}
         with_draft = kwargs.pop("_eagle3_draft", False)
+        if with_draft and generation_config is not None:
+            drafting = DraftingOptions.set_on(generation_config) | drafting
         prepared, model_kwargs = super()._prepare_generation_config(generation_config, *args, **kwargs)
         prepared._eagle3_drafting = drafting
         if with_draft:

@@ -128,6 +128,7 @@ class SpeculativeCache(Cache):
         self._parked: list[int] = []  # lengths of the rows set aside
         self._places: list[int] = []  # which row each row of the buffers is, once some were set aside
         self._capacity = 0
+        self._lengths_on: dict[torch.device, tuple[list[int], torch.Tensor]] = {}
         self._slots: torch.Tensor | None = None
         self._slots_by_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         super().__init__(layers=[SpeculativeLayer(self) for _ in range(num_layers)])
@@ -136,6 +137,14 @@ class SpeculativeCache(Cache):
     def longest(self) -> int:
         """Length of the longest row."""
         return max(self.lengths, default=0)
+
+    def lengths_on(self, device: torch.device) -> torch.Tensor:
+        """int64 `[batch]`: `lengths` on `device`, brought there once for each of their values."""
+        known, made = self._lengths_on.get(device, (None, None))
+        if made is None or known != self.lengths:
+            made = torch.tensor(self.lengths, dtype=torch.long, device=device)
+            self._lengths_on[device] = (list(self.lengths), made)
+        return made
 
     def capacity_for(self, slots: int) -> int:
         """Slots to allocate so that `slots` fit: whole blocks, a quarter spare, never past `max_length`."""

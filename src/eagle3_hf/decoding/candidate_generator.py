@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -14,7 +15,8 @@ from ..modeling_eagle3 import Eagle3DraftModel
 from . import masks
 from .cache import SpeculativeCache
 from .options import DraftingOptions
-from .tree import DraftTree, best_nodes, chain, from_parents, static_shape
+from .static_tree import static_levels, static_nodes, static_shape
+from .tree import DraftTree, best_nodes, chain, under_roots
 
 
 class Eagle3CandidateGenerator(CandidateGenerator):
@@ -50,6 +52,16 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self.draw: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self._root_state: torch.Tensor | None = None
         self._root_logits: torch.Tensor | None = None
+        # Where the draft runs on the host there is nothing to wait for, and a threshold makes trees smaller. On a
+        # device the host would have to ask for the size of each tree, so there nodes are only left out of the count.
+        self._prunes = draft.device.type == "cpu"
+        self._constants: dict[Any, Any] = {}
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` gave the first time: index tensors that are the same in every round."""
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
 
     @property
     def depth(self) -> int:
@@ -95,7 +107,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         batch, width = next_tokens.shape
         device = self.draft.device
         lengths = self.cache.lengths or [0] * batch
-        start = torch.tensor(lengths, device=device)
+        start = self.cache.lengths_on(device) if self.cache.lengths else torch.zeros_like(next_tokens[:, 0]).to(device)
         steps = torch.arange(width, device=device)
         slots = start[:, None] + steps
         level = min(lengths) == max(lengths)
@@ -113,7 +125,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             cache=self.cache,
             logits_to_keep=None,
         )
-        self.cache.set_lengths([length + count for length, count in zip(lengths, counts)])
+        self.cache.set_lengths((np.array(lengths) + counts).tolist())
         last = torch.tensor(counts, device=device) - 1
         roots = out.last_hidden_state[torch.arange(batch, device=device), last][:, None]
         if self._root_state is not None and 0 in counts:
@@ -133,7 +145,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         """
         device = states.device
         n = tokens.shape[1]
-        start = torch.tensor(self.cache.lengths, device=device)
+        start = self.cache.lengths_on(device)
         level = min(self.cache.lengths) == self.cache.longest
         slots = None if level else start[:, None] + offset + torch.arange(n, device=device)
         self.cache.begin_write(slots, n, offset=offset)
@@ -170,37 +182,48 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         threshold = self.options.assistant_confidence_threshold
         logits, states = self._root_logits, self._root_state
         assert logits is not None and states is not None
-        tokens, confidence = [roots[:, None]], None
+        tokens = [roots[:, None]]
+        confidences: list[torch.Tensor] = []
         for level in range(1, depth + 1):
             best = logits[:, -1:].argmax(dim=-1)
             if threshold > 0:
                 probability = logits[:, -1:].float().softmax(dim=-1).gather(-1, best[..., None])[..., 0]
-                confidence = probability if confidence is None else confidence * probability
+                confidences.append(probability * confidences[-1] if confidences else probability)
                 # The batch stops together, so it goes on while any row is confident.
-                if bool((confidence < threshold).all()):
+                if self._prunes and bool((confidences[-1] < threshold).all()):
                     break
             tokens.append(self.draft.draft_to_target(best).to(roots.device))
             if level < depth:
                 mask = self._chain_mask(level)
                 logits, states = self._step(states, tokens[-1], level, level - 1, mask)
-        return chain(torch.cat(tokens, dim=1))
+        tree = chain(torch.cat(tokens, dim=1))
+        if threshold > 0 and not self._prunes:
+            tree.counted = self._with_true_root(torch.cat(confidences, dim=1) >= threshold, roots)
+        return tree
+
+    @staticmethod
+    def _with_true_root(counted: torch.Tensor, roots: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(counted, (1, 0), value=True).to(roots.device)
 
     def _drawn_chain(self, roots: torch.Tensor, depth: int) -> DraftTree:
         """A chain whose tokens `draw` chooses."""
         logits, states = self._root_logits, self._root_state
         assert logits is not None and states is not None and self.draw is not None
-        kept = self.draft.draft_to_target(torch.arange(logits.shape[-1], device=logits.device))
-        tokens, probs, confidence = [roots[:, None]], [], 1.0
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+        kept = self._once("kept", lambda: self.draft.draft_to_target(ids))
+        threshold = self.options.assistant_confidence_threshold
+        tokens, probs = [roots[:, None]], []
+        confidence = torch.ones(len(roots), 1, device=roots.device)
         for level in range(1, depth + 1):
             whole = logits.new_full((len(roots), self.draft.config.vocab_size), float("-inf"), dtype=torch.float32)
             whole[:, kept] = logits[:, -1].float()
             drafted, q = self.draw(whole, torch.cat(tokens, dim=1)[:, 1:])
             tokens.append(drafted[:, None].to(roots.device))
             if q is not None:
-                probs.append(q)
-                confidence = confidence * q.gather(1, drafted[:, None])
                 # Stop behind an unlikely token, never in its place: dropping tokens by what was drawn is a bias.
-                if bool((confidence < self.options.assistant_confidence_threshold).all()):
+                probs.append(q if self._prunes or threshold == 0 else torch.where(confidence >= threshold, q, 0.0))
+                confidence = confidence * q.gather(1, drafted[:, None])
+                if threshold > 0 and self._prunes and bool((confidence < threshold).all()):
                     break
             if level < depth:
                 logits, states = self._step(states, tokens[-1], level, level - 1, self._chain_mask(level))
@@ -213,7 +236,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         lengths = self.cache.lengths
         if min(lengths) == max(lengths):
             return None  # one query that sees every key
-        start = torch.tensor(lengths, device=self.draft.device)
+        start = self.cache.lengths_on(self.draft.device)
         used = max(lengths) + level
         visible = torch.arange(used, device=start.device)[None, None, :] < (start + level)[:, None, None]
         return masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
@@ -228,7 +251,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         level_depths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Recurrent pass for one tree level; `ancestry` is bool `[batch, n, written + n]` over scratch nodes."""
-        start = torch.tensor(self.cache.lengths, device=states.device)
+        start = self.cache.lengths_on(states.device)
         used = self.cache.longest + written + tokens.shape[1]
         visible, _ = masks.visibility(start, used, level_depths, ancestry, is_chain=False)
         mask = masks.finish(visible, self.draft.config._attn_implementation, self.draft.dtype)
@@ -242,22 +265,30 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         values, ids = self._root_logits[:, -1].float().log_softmax(-1).topk(width, dim=-1)
         beam_scores, beam_tokens = values, self.draft.draft_to_target(ids)
         beam_states = self._root_state.expand(-1, width, -1)
-        beam_index = torch.arange(width, device=device).expand(batch, -1)
+        place, own, levels = self._once(
+            "beam",
+            lambda: (
+                torch.arange(width, device=device),
+                torch.eye(width, dtype=torch.bool, device=device),
+                torch.arange(1, self.depth + 1, device=device).repeat_interleave(width),
+            ),
+        )
+        beam_index = place.expand(batch, -1)
+        parent = self._once("parent", lambda: place.repeat_interleave(width)).expand(batch, -1)
         pool_tokens, pool_scores = [beam_tokens], [beam_scores]
         pool_parents = [torch.full_like(beam_tokens, -1)]
         pool_depths = [torch.ones_like(beam_tokens)]
         ancestry = torch.zeros(batch, width, 0, dtype=torch.bool, device=device)
         listed, written = width, 0
-        own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+        own = own.expand(batch, -1, -1)
         for level in range(1, depth):
             ancestry = torch.cat((ancestry, own), dim=2)
-            depths = torch.arange(level, device=device).repeat_interleave(width).expand(batch, -1)
+            depths = levels[: level * width].expand(batch, -1) - 1
             logits, states = self._tree_step(beam_states, beam_tokens, level, written, ancestry, depths)
             written += width
             values, ids = logits.float().log_softmax(-1).topk(width, dim=-1)
             scores = (beam_scores[:, :, None] + values).flatten(1)
             tokens = self.draft.draft_to_target(ids).flatten(1)
-            parent = torch.arange(width, device=device).repeat_interleave(width).expand(batch, -1)
             pool_tokens.append(tokens)
             pool_scores.append(scores)
             pool_parents.append(beam_index.gather(1, parent))
@@ -286,62 +317,58 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         scores: torch.Tensor,
         max_depth: int,
     ) -> DraftTree:
-        threshold = self.options.assistant_confidence_threshold
-        if threshold > 0:
+        threshold, counted = self.options.assistant_confidence_threshold, None
+        if threshold > 0 and self._prunes:
             # Rows keep as many nodes as the row with most above the threshold: dropping by place instead would leave
             # nodes of other rows without their parents, which stand at other places there.
             keep = int((scores >= math.log(threshold)).sum(dim=1).max())
             tokens, parents, depths, scores = best_nodes(tokens, parents - 1, depths, scores, keep)
             max_depth = int(depths.max()) if keep else 0
-        root = torch.zeros_like(roots[:, None])
-        device = roots.device
-        return from_parents(
-            torch.cat((roots[:, None], tokens.to(device)), 1),
-            torch.cat((root, parents.to(device)), 1),
-            torch.cat((root, depths.to(device)), 1),
-            max_depth,
-        )
+        elif threshold > 0:
+            counted = self._with_true_root(scores >= math.log(threshold), roots)
+        tree = under_roots(roots, tokens, parents, depths, max_depth)
+        tree.counted = counted
+        return tree
 
     def _static(self, roots: torch.Tensor, depth: int) -> DraftTree:
         """A fixed shape: node `rank` of a parent is the draft's `rank`-th best token there."""
         assert self.shape is not None and self._root_logits is not None and self._root_state is not None
-        device, batch = self.draft.device, roots.shape[0]
+        shape, device, batch = self.shape, self.draft.device, roots.shape[0]
         logits, states = self._root_logits, self._root_state
-        tokens, parents, depths, scores = [], [], [], [torch.zeros(batch, 1, device=device)]
         weighed = self.options.assistant_confidence_threshold > 0
-        above = torch.zeros(1, dtype=torch.long, device=device)  # tree number of each node of the level above
-        sources = [0]  # rows of `logits` that those nodes' logits are in
-        ancestry = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
-        scratch_depths = torch.zeros(0, dtype=torch.long, device=device)
-        listed, written = 1, 0
-        for level, (ranks, of) in enumerate(zip(self.shape.ranks, self.shape.parents), start=1):
-            if level > depth:
-                break
-            ranked = (logits.float().log_softmax(-1) if weighed else logits).topk(max(ranks) + 1, dim=-1)
-            row = torch.tensor([sources.index(p) for p in of], device=device)
-            rank = torch.tensor(ranks, device=device)
-            ids = ranked.indices[:, row, rank]
-            scores.append(scores[-1][:, torch.tensor(of, device=device)] + ranked.values[:, row, rank])
-            level_tokens = self.draft.draft_to_target(ids)
-            tokens.append(level_tokens)
-            parents.append(above[torch.tensor(of, device=device)].expand(batch, -1))
-            depths.append(torch.full_like(level_tokens, level))
-            above = torch.arange(listed, listed + len(ranks), device=device)
-            listed += len(ranks)
-            sources = self.shape.expanded[level - 1]
-            if level == depth or not sources:
+        tokens, scores = [], [torch.zeros(batch, 1, device=device)]
+        written = 0
+        levels = self._once("levels", lambda: static_levels(shape, device))[:depth]
+        for at, level in enumerate(levels, start=1):
+            ranked = (logits.float().log_softmax(-1) if weighed else logits).topk(level.width, dim=-1)
+            ids = ranked.indices[:, level.source, level.rank]
+            tokens.append(self.draft.draft_to_target(ids))
+            if weighed:
+                scores.append(scores[-1][:, level.parent] + ranked.values[:, level.source, level.rank])
+            if at == len(levels) or not len(level.expanded):
                 continue
-            pick = torch.tensor(sources, device=device)
-            own = torch.eye(len(sources), dtype=torch.bool, device=device).expand(batch, -1, -1)
-            ancestry = torch.cat((ancestry[:, row[pick]], own), dim=2)
-            scratch_depths = torch.cat((scratch_depths, scratch_depths.new_full((len(sources),), level - 1)))
             logits, states = self._tree_step(
-                states[:, row[pick]], level_tokens[:, pick], level, written, ancestry, scratch_depths.expand(batch, -1)
+                states[:, level.source[level.expanded]],
+                tokens[-1][:, level.expanded],
+                at,
+                written,
+                level.ancestry.expand(batch, -1, -1),
+                level.scratch_depths.expand(batch, -1),
             )
-            written += len(sources)
-        flat = torch.cat(tokens, 1)
-        flat_scores = torch.cat(scores[1:], 1)
-        return self._with_root(roots, flat, torch.cat(parents, 1), torch.cat(depths, 1), flat_scores, len(tokens))
+            written += len(level.expanded)
+        flat, device = torch.cat(tokens, 1), roots.device
+        parents, depths, ancestors, listed = self._once(("shape", depth), lambda: static_nodes(shape, depth, device))
+        if weighed:
+            parents, depths = (line.expand(batch, -1).to(flat.device) for line in (parents[1:], depths[1:]))
+            return self._with_root(roots, flat, parents, depths, torch.cat(scores[1:], 1), len(tokens))
+        return DraftTree(
+            torch.cat((roots[:, None], flat.to(device)), 1),
+            parents.expand(batch, -1),
+            depths.expand(batch, -1),
+            ancestors.expand(batch, -1, -1),
+            len(tokens),
+            depth_list=listed,
+        )
 
     def get_candidates(
         self,

@@ -42,7 +42,7 @@ class Memory:
         self.wanted = returned or own
         self.cache, self._kept, self._draft = SpeculativeCache(layers), KeptText([], None, Origin(target)), None
         if own or (past is not None and past.get_seq_length() > 0):
-            self.cache, self._kept = resume(past, rows.prompt, rows.pads, target, layers)
+            self.cache, self._kept = resume(past, rows.prompt, rows.pads.tolist(), target, layers)
             self._draft = draft_memory(self._kept, draft, aux_ids)
         self.cache.max_length = max(slots, self.cache.longest)
         self._before = list(self.cache.lengths)

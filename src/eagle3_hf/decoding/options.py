@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
+from transformers import GenerationConfig
+
 
 @dataclass
 class DraftingOptions:
@@ -15,6 +17,8 @@ class DraftingOptions:
     Attributes:
         num_assistant_tokens: depth of the draft: tokens of a chain, levels of a tree.
         assistant_confidence_threshold: drop draft tokens whose cumulative draft probability is below this, in `[0, 1)`.
+            They aren't verified where the draft runs on the CPU; elsewhere they are, without being accepted, because
+            the host would have to wait for their number.
         tree_top_k: children a node may get in a dynamic tree, and width of its beam; 1 is a chain.
         tree_total_tokens: draft nodes verified in one target forward (root not counted); default
             `tree_top_k * num_assistant_tokens`.
@@ -60,6 +64,16 @@ class DraftingOptions:
         options = cls(**values)
         options.check()
         return options
+
+    @classmethod
+    def set_on(cls, config: GenerationConfig) -> dict[str, Any]:
+        """Options that a `generation_config` given to `generate()` carries.
+
+        transformers 4.57 fills in defaults of its own, meant for other assistants: a value equal to them isn't seen.
+        """
+        default = GenerationConfig()
+        values = {field.name: getattr(config, field.name, None) for field in fields(cls)}
+        return {k: v for k, v in values.items() if v is not None and v != getattr(default, k, None)}
 
     def check(self) -> None:
         """Raise `ValueError` on a value that can't be meant."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -41,12 +42,27 @@ class StepRecorder:
         named = {"output_hidden_states": self.hidden_states, "output_attentions": self.attentions}
         return {name: True for name, store in named.items() if store is not None}
 
-    def add_tokens(self, rows: list[int], nodes: list[list[int]], scores: torch.Tensor, logits: torch.Tensor) -> None:
-        """Keep `[batch, nodes, vocab]` scores and logits of the `nodes` that gave each of these rows its tokens."""
+    @property
+    def active(self) -> bool:
+        """Whether anything is wanted."""
+        stores = (self.scores, self.logits, self.hidden_states, self.attentions)
+        return any(store is not None for store in stores)
+
+    def add_tokens(
+        self, rows: list[int], counts: list[int], nodes: np.ndarray, scores: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Keep scores and logits of the nodes that gave rows their tokens.
+
+        Args:
+            rows: place of each row in the original batch.
+            counts: tokens each row keeps.
+            nodes: int64 `[batch, width]`, the nodes that gave them.
+            scores, logits: float32 `[batch, nodes, vocab]`.
+        """
         for store, values in ((self.scores, scores), (self.logits, logits)):
             if store is not None:
                 for i, row in enumerate(rows):
-                    store[row] += list(values[i, nodes[i]].clone())
+                    store[row] += list(values[i, nodes[i, : counts[i]].tolist()])
 
     def add_prefill(self, out: Any, new: list[int]) -> None:
         """Keep the states of a prefill of `new` tokens a row, right-padded."""

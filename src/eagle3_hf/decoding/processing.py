@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import LogitsProcessorList
@@ -86,7 +87,7 @@ class NodeProcessor:
         self.needs_prefix = any(not pointwise for _, pointwise, _ in self.steps)
 
     def __call__(
-        self, scores: torch.Tensor, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int], rows: list[int]
+        self, scores: torch.Tensor, tree: DraftTree | None, ids: torch.Tensor, lengths: np.ndarray, rows: np.ndarray
     ) -> torch.Tensor:
         """Process node logits.
 
@@ -94,8 +95,8 @@ class NodeProcessor:
             scores: float32 `[batch, nodes, vocab]`.
             tree: the proposal; `None` when there is one node a row.
             ids: int64 `[batch, width]`, left-padded text as plain `generate()` would hold it.
-            lengths: columns of `ids` in use in each row (the last one is the root).
-            rows: place of each row in the original batch.
+            lengths: int64 `[batch]`, columns of `ids` in use in each row (the last one is the root).
+            rows: int64 `[batch]`, place of each row in the original batch.
 
         Returns:
             float32 `[batch, nodes, vocab]`.
@@ -110,59 +111,50 @@ class NodeProcessor:
                 flat = processor(ids.new_zeros(batch * nodes, 1), flat)
                 continue
             out = torch.empty_like(flat)
-            for index, prefix in groups:
-                places = [rows[at // nodes] for at in index.tolist()]
+            for members, prefix in groups:
+                places = rows[members // nodes].tolist()
+                index = torch.tensor(members, device=flat.device)
                 if hasattr(processor, "process_rows"):
                     out[index] = processor.process_rows(prefix, flat[index], places)
                 elif rowwise:
                     out[index] = _for_rows(processor, places)(prefix, flat[index])
                 else:
-                    self._one_by_one(processor, index, prefix, flat, out, rows, nodes)
+                    self._one_by_one(processor, members.tolist(), places, prefix, flat, out)
             flat = out
         return flat.view(batch, nodes, vocab)
 
     def _one_by_one(
         self,
         processor: Any,
-        index: torch.Tensor,
+        members: list[int],
+        places: list[int],
         prefix: torch.Tensor,
         flat: torch.Tensor,
         out: torch.Tensor,
-        rows: list[int],
-        nodes: int,
     ) -> None:
         # A user's processor may use the row number (prefix_allowed_tokens_fn does), so a node's prefix stands in
-        # its row of a batch of the original size.
-        for at, text in zip(index.tolist(), prefix):
-            place = rows[at // nodes]
+        # its row of a batch of the original size. What it does with a batch isn't known: a call for each node.
+        for at, place, text in zip(members, places, prefix):
             batch_ids = text.expand(self.batch_size, -1)
             out[at] = processor(batch_ids, flat[at].expand(self.batch_size, -1).clone())[place]
 
     def _groups(
-        self, tree: DraftTree | None, ids: torch.Tensor, lengths: list[int]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Nodes by prefix length: flat node indices `[n]` and their prefixes `[n, length]`."""
+        self, tree: DraftTree | None, ids: torch.Tensor, lengths: np.ndarray
+    ) -> list[tuple[np.ndarray, torch.Tensor]]:
+        """Nodes by prefix length: flat node indices `[n]` (on the host) and their prefixes `[n, length]`."""
+        longest = int(lengths.max())
         if tree is None:
-            depths = [[0] for _ in lengths]
-            nodes, paths = 1, None
+            totals, texts = lengths, ids
         else:
-            depths = [list(range(tree.size))] * len(lengths) if tree.is_chain else tree.depths.tolist()
-            nodes = tree.size
-            node_at_depth = tree.node_at_depth()
-            paths = tree.tokens[:, None, :].expand(-1, nodes, -1).gather(2, node_at_depth)
-        by_length: dict[int, list[tuple[int, int]]] = {}
-        for row, length in enumerate(lengths):
-            for node, depth in enumerate(depths[row]):
-                by_length.setdefault(length + depth, []).append((row, node))
+            # A dynamic tree's depths come from the draft's scores: the one case where the host has to wait for them.
+            depths = tree.depths.tolist() if tree.depth_list is None else tree.depth_list
+            totals = (lengths[:, None] + np.array(depths)).flatten()
+            path = tree.tokens[:, None, :].expand(-1, tree.size, -1).gather(2, tree.node_at_depth())[:, :, 1:]
+            place = torch.tensor(lengths, device=ids.device)[:, None] + torch.arange(path.shape[2], device=ids.device)
+            texts = torch.nn.functional.pad(ids[:, :longest], (0, path.shape[2]))[:, None].repeat(1, tree.size, 1)
+            texts = texts.scatter_(2, place[:, None].expand_as(path), path.to(texts)).flatten(0, 1)
         groups = []
-        for total, members in by_length.items():
-            prefixes = []
-            for row, node in members:
-                text = ids[row, : lengths[row]]
-                drafted = total - lengths[row]
-                prefixes.append(
-                    text if not drafted or paths is None else torch.cat((text, paths[row, node, 1 : drafted + 1]))
-                )
-            index = torch.tensor([row * nodes + node for row, node in members], device=ids.device)
-            groups.append((index, torch.stack(prefixes)))
+        for total in np.unique(totals).tolist():
+            members = np.flatnonzero(totals == total)
+            groups.append((members, texts[torch.tensor(members, device=ids.device), :total]))
         return groups

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 _BLOCK = 256
@@ -12,13 +14,17 @@ class Rows:
     """Texts of the rows still running, and the finished ones.
 
     Texts are held as plain `generate()` holds them, prompt left-padded; `columns[i]` counts the columns in use and
-    `pads[i]` the padding in front, so row `i`'s text has `columns[i] - pads[i]` tokens.
+    `pads[i]` the padding in front, so row `i`'s text has `columns[i] - pads[i]` tokens. What stands in `ids` behind
+    the columns in use means nothing.
 
     Args:
         input_ids: int64 `[batch, prompt]`.
         attention_mask: `[batch, prompt]`, or `None` for no padding.
         config: for the pad id.
         max_length: most columns a row may use.
+
+    Attributes:
+        columns, pads, original: int64 arrays `[rows]` on the host; `original` is a row's place in the call's batch.
 
     Raises:
         ValueError: padding that isn't on the left, or a row without any token.
@@ -32,9 +38,8 @@ class Rows:
         self.width = width
         pad = getattr(config, "_pad_token_tensor", None)
         self.pad = 0 if pad is None else int(pad)
-        if attention_mask is None or bool(attention_mask.all()):
-            self.pads = [0] * batch
-        else:
+        self.pads = np.zeros(batch, dtype=np.int64)
+        if attention_mask is not None and not bool(attention_mask.all()):
             real = attention_mask.long()
             counts = real.sum(dim=1)
             expected = torch.arange(width, device=real.device)[None] >= width - counts[:, None]
@@ -42,36 +47,42 @@ class Rows:
                 raise ValueError(
                     "prompts must be padded on the left and not be empty: set tokenizer.padding_side = 'left'"
                 )
-            self.pads = (width - counts).tolist()
+            self.pads = np.array((width - counts).tolist(), dtype=np.int64)
         if width == 0:
             raise ValueError("the prompt is empty: speculation needs at least one token to start from")
-        self._all_pads = list(self.pads)
+        self._all_pads = self.pads
         self.ids = input_ids.clone()
-        self.columns = [width] * batch
-        self.original = list(range(batch))
+        self.columns = np.full(batch, width, dtype=np.int64)
+        self.original = np.arange(batch)
         self.max_length = max_length
         self.started = False
-        self.finished: list[list[int]] = [[] for _ in range(batch)]
         self.prompt = input_ids
-        self._generated: list[list[int]] = [[] for _ in range(batch)]
+        self._answers: list[torch.Tensor] = [input_ids[0, :0]] * batch  # of rows that have ended
+        self._ends: torch.Tensor | None = None
 
     @property
     def active(self) -> bool:
         """Whether any row is still running."""
-        return bool(self.columns)
+        return len(self.columns) > 0
 
     @property
-    def limits(self) -> list[int]:
-        """Most tokens each row's text may have, padding not counted."""
-        return [self.max_length - pad for pad in self.pads]
+    def limits(self) -> np.ndarray:
+        """int64 `[rows]`: most tokens each row's text may have, padding not counted."""
+        return self.max_length - self.pads
 
-    def text_lengths(self) -> list[int]:
-        """Tokens of each row's text, padding not counted."""
-        return [columns - pad for columns, pad in zip(self.columns, self.pads)]
+    def text_lengths(self) -> np.ndarray:
+        """int64 `[rows]`: tokens of each row's text, padding not counted."""
+        return self.columns - self.pads
 
-    def budgets(self, device: torch.device) -> torch.Tensor:
+    def ends(self) -> torch.Tensor:
+        """`columns` on the texts' device; brought there once a round."""
+        if self._ends is None:
+            self._ends = torch.tensor(self.columns, device=self.device)
+        return self._ends
+
+    def budgets(self) -> torch.Tensor:
         """int64 `[rows]`: tokens each row may still get."""
-        return torch.tensor([self.max_length - columns for columns in self.columns], device=device)
+        return self.max_length - self.ends()
 
     def right_padded(self, cached: list[int]) -> tuple[torch.Tensor, list[int]]:
         """What is to be run of the prompts, with its padding on the right (`[batch, longest]`), and its lengths.
@@ -79,54 +90,60 @@ class Rows:
         Args:
             cached: tokens at the start of each row that were run before; empty for none.
         """
-        lengths = [length - have for length, have in zip(self.text_lengths(), cached or [0] * len(self.pads))]
-        shifts = [self.width - length for length in lengths]
-        if not any(shifts):
-            return self.prompt, lengths
-        index = torch.arange(max(lengths), device=self.device)[None] + torch.tensor(shifts, device=self.device)[:, None]
-        return self.prompt.gather(1, index % self.width), lengths
+        lengths = self.text_lengths() - np.array(cached or 0, dtype=np.int64)
+        shifts = self.width - lengths
+        if not shifts.any():
+            return self.prompt, lengths.tolist()
+        index = torch.arange(int(lengths.max()), device=self.device) + torch.tensor(shifts, device=self.device)[:, None]
+        return self.prompt.gather(1, index % self.width), lengths.tolist()
 
     def first_token(self) -> torch.Tensor:
         """int64 `[1, 1]`: some token of the prompt."""
         return self.prompt[:1, -1:]
 
     def texts(self) -> list[torch.Tensor]:
-        """int64 `[length]` for each row of the call: its text, padding not counted."""
-        new = [torch.tensor(tokens, dtype=self.prompt.dtype, device=self.device) for tokens in self._generated]
-        return [torch.cat((ids[pad:], more)) for ids, pad, more in zip(self.prompt, self._all_pads, new)]
+        """int64 `[length]` for each row of the call, all of which have ended: its text, padding not counted."""
+        return [torch.cat((ids[pad:], new)) for ids, pad, new in zip(self.prompt, self._all_pads, self._answers)]
 
     def roots(self) -> torch.Tensor:
         """int64 `[rows]`: the last committed token of each row."""
-        ends = torch.tensor(self.columns, device=self.device)[:, None] - 1
-        return self.ids.gather(1, ends)[:, 0]
+        return self.ids.gather(1, self.ends()[:, None] - 1)[:, 0]
 
-    def append(self, blocks: list[list[int]], done: list[bool]) -> list[int]:
-        """Add each row's new tokens and let go of rows that are done; returns the places of those that go on."""
-        self.started = True
-        missing = max(map(sum, zip(self.columns, map(len, blocks)))) - self.ids.shape[1]
+    def write(self, tokens: torch.Tensor) -> None:
+        """Put `tokens` `[rows, count]` behind the columns in use, without taking them into the texts yet."""
+        count = tokens.shape[1]
+        missing = int(self.columns.max()) + count - self.ids.shape[1]
         if missing > 0:
             # In steps: max_length may be far more than is ever used.
-            more = min(max(missing, _BLOCK), self.max_length - self.ids.shape[1])
+            more = max(missing, min(_BLOCK, self.max_length - self.ids.shape[1]))
             self.ids = torch.nn.functional.pad(self.ids, (0, more), value=self.pad)
-        rows = [i for i, tokens in enumerate(blocks) for _ in tokens]
-        columns = [column + j for column, tokens in zip(self.columns, blocks) for j in range(len(tokens))]
-        at = torch.tensor([rows, columns], dtype=torch.long, device=self.device)
-        new = [token for tokens in blocks for token in tokens]
-        self.ids[at[0], at[1]] = torch.tensor(new, dtype=self.ids.dtype, device=self.device)
-        for i, tokens in enumerate(blocks):
-            self.columns[i] += len(tokens)
-            self._generated[self.original[i]] += tokens
-        going = [i for i, ended in enumerate(done) if not ended]
+        place = self.ends()[:, None] + torch.arange(count, device=self.device)
+        self.ids.scatter_(1, place, tokens.to(self.ids))
+
+    def append(self, tokens: torch.Tensor, counts: np.ndarray, done: np.ndarray) -> np.ndarray:
+        """Add each row's new tokens and let go of rows that are done.
+
+        Args:
+            tokens: int64 `[rows, width]`.
+            counts: int64 `[rows]`, how many of them each row gets.
+            done: bool `[rows]`.
+
+        Returns:
+            The places of the rows that go on.
+        """
+        self.started = True
+        self.write(tokens)
+        self.columns = self.columns + counts
+        self._ends = None
+        going = np.flatnonzero(~done)
         if len(going) < len(done):
-            self.ids = self.ids[going]
-            for name in ("columns", "pads", "original"):
-                values = getattr(self, name)
-                setattr(self, name, [values[i] for i in going])
+            for i in np.flatnonzero(done).tolist():
+                self._answers[self.original[i]] = self.ids[i, self.width : self.columns[i]].clone()
+            self.ids = self.ids[torch.tensor(going, device=self.device)]
+            self.columns, self.pads, self.original = self.columns[going], self.pads[going], self.original[going]
         return going
 
     def sequences(self) -> torch.Tensor:
         """int64 `[batch, prompt + longest answer]`, shorter answers padded on the right as `generate()` does."""
-        longest = max(map(len, self._generated))
-        answers = [tokens + [self.pad] * (longest - len(tokens)) for tokens in self._generated]
-        new = torch.tensor(answers, dtype=self.prompt.dtype, device=self.device).view(len(answers), longest)
-        return torch.cat((self.prompt, new), dim=1)
+        answers = pad_sequence(self._answers, batch_first=True, padding_value=self.pad)
+        return torch.cat((self.prompt, answers), dim=1)

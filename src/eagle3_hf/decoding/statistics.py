@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass
 class SpeculationStats:
@@ -70,16 +72,31 @@ class SpeculationStats:
 
     def count_round(self, drafted_depth: int, nodes: int, accepted: int, generated: int) -> None:
         """Add one row's round: depth and number of its draft nodes, how many were kept, how many tokens came."""
-        self.rounds += 1
-        self.generated += generated
-        self.drafted += nodes
-        self.accepted += accepted
-        for counts in (self.reached, self.accepted_at, self.speculated):
+        self.count_rounds(drafted_depth, nodes, np.array([accepted]), np.array([generated]))
+
+    def count_rounds(self, drafted_depth: int, nodes: int, accepted: np.ndarray, generated: np.ndarray) -> None:
+        """Add a round of several rows with draft trees of one size.
+
+        Args:
+            drafted_depth, nodes: depth and number of each row's draft nodes.
+            accepted: int64 `[rows]`, how many of them were kept.
+            generated: int64 `[rows]`, how many tokens came.
+        """
+        rows = len(accepted)
+        self.rounds += rows
+        self.generated += int(generated.sum())
+        self.drafted += rows * nodes
+        self.accepted += int(accepted.sum())
+        # Rows that accepted at least 0, 1, 2, ... tokens.
+        at_least = np.bincount(accepted, minlength=drafted_depth + 1)[::-1].cumsum()[::-1]
+        for name, more in (
+            ("speculated", np.full(drafted_depth, rows)),
+            ("reached", at_least[:drafted_depth]),
+            ("accepted_at", at_least[1 : drafted_depth + 1]),
+        ):
+            counts = getattr(self, name)
             counts.extend([0] * (drafted_depth - len(counts)))
-        for position in range(drafted_depth):
-            self.speculated[position] += 1
-            self.reached[position] += position <= accepted
-            self.accepted_at[position] += position < accepted
+            counts[:drafted_depth] = (more + counts[:drafted_depth]).tolist()
 
     def merge(self, other: SpeculationStats) -> None:
         """Add another call's counts and times to this one."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
+
+if TYPE_CHECKING:
+    from .rows import Rows
 
 
 def length_limit(criteria: StoppingCriteriaList, config: GenerationConfig) -> int:
@@ -81,57 +85,63 @@ class BlockStopper:
             kept = torch.minimum(kept, first + 1)
         return kept, ended
 
+    def out_of_time(self) -> bool:
+        """Whether `max_time` is over."""
+        # On the host: an answer on the device would have to be waited for.
+        return bool(self.timers) and bool(self.timers(torch.zeros(1, 0, dtype=torch.long), None).any())  # type: ignore[arg-type]
+
     def ask(
         self,
-        ids: torch.Tensor,
-        lengths: list[int],
-        block: list[list[int]],
-        rows: list[int],
+        texts: Rows,
+        block: np.ndarray,
+        counts: np.ndarray,
+        done: np.ndarray,
         scores: list[list[torch.Tensor]] | None,
-    ) -> tuple[list[int], list[bool]]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Ask the remaining criteria after each token of each row's block.
 
         Args:
-            ids: int64 `[batch, width]` texts before the block, left-padded as plain `generate()` holds them.
-            lengths: columns of `ids` in use, by row.
-            block: new tokens of each row.
-            rows: place of each row in the original batch.
+            texts: before the block.
+            block: int64 `[rows, width]`, new tokens.
+            counts: int64 `[rows]`, how many of them each row would keep.
+            done: bool `[rows]`, rows that end with them.
             scores: processed scores `[vocab]` of each row's steps, the block's too, if they are kept.
 
         Returns:
             How many tokens each row keeps, and whether it ends.
         """
-        kept, ended = [len(tokens) for tokens in block], [False] * len(block)
-        if self.others:
-            for offset in range(max(kept, default=0)):
-                asking = [i for i in range(len(block)) if not ended[i] and offset < kept[i]]
-                # Rows are at different columns, and criteria may count them: one question for each width.
-                for width in sorted({lengths[i] + offset + 1 for i in asking}):
-                    answers = self._answers(ids, lengths, block, rows, width, scores)
-                    for i in asking:
-                        if lengths[i] + offset + 1 == width and answers[rows[i]]:
-                            kept[i], ended[i] = offset + 1, True
-        if self.timers and bool(self.timers(ids, None).any()):  # type: ignore[arg-type]
-            ended = [True] * len(block)
-        return kept, ended
+        kept, stopped = counts.copy(), np.zeros_like(done)
+        ids, lengths = self._texts(texts, block), texts.columns
+        for offset in range(int(counts.max(initial=0))):
+            asking = ~stopped & (offset < counts)
+            # Rows are at different columns, and criteria may count them: one question for each width.
+            for width in np.unique(lengths[asking] + offset + 1).tolist():
+                answers = self._answers(ids, texts, counts, width, scores)
+                ending = asking & (lengths + offset + 1 == width) & answers
+                kept[ending], stopped = offset + 1, stopped | ending
+        return kept, done | stopped
+
+    def _texts(self, texts: Rows, block: np.ndarray) -> torch.Tensor:
+        """int64 `[batch of the call, width]`: texts with the block behind them, padding where rows have ended."""
+        width = int(texts.columns.max()) + block.shape[1]
+        whole = texts.ids.new_full((self.batch_size, width), self.pad)
+        at = torch.tensor(texts.original, device=whole.device)
+        used = min(width, texts.ids.shape[1])
+        whole[at, :used] = texts.ids[:, :used]
+        place = texts.ends()[:, None] + torch.arange(block.shape[1], device=whole.device)
+        whole[at[:, None], place] = torch.tensor(block, dtype=whole.dtype, device=whole.device)
+        return whole
 
     def _answers(
-        self,
-        ids: torch.Tensor,
-        lengths: list[int],
-        block: list[list[int]],
-        rows: list[int],
-        width: int,
-        scores: list[list[torch.Tensor]] | None,
-    ) -> list[bool]:
-        """What the criteria say of the texts cut at `width` columns, for every row of the original batch."""
-        texts = ids.new_full((self.batch_size, width), self.pad)
-        for i, (length, tokens) in enumerate(zip(lengths, block)):
-            new = torch.tensor(tokens, dtype=ids.dtype, device=ids.device)
-            text = torch.cat((ids[i, :length], new))[:width]
-            texts[rows[i], : text.numel()] = text
+        self, ids: torch.Tensor, texts: Rows, counts: np.ndarray, width: int, scores: list[list[torch.Tensor]] | None
+    ) -> np.ndarray:
+        """bool `[rows]`: what the criteria say of the texts cut at `width` columns."""
+        columns = torch.arange(width, device=ids.device)
+        ends = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+        ends[torch.tensor(texts.original, device=ids.device)] = torch.tensor(texts.columns + counts, device=ids.device)
+        shown = torch.where(columns < ends[:, None], ids[:, :width], self.pad)
         steps = None
         if scores is not None:
-            prompt = lengths[0] + len(block[0]) - len(scores[0])
-            steps = _StepScores(dict(zip(rows, scores)), self.batch_size, width - prompt)
-        return self.others(texts, steps).tolist()  # type: ignore[arg-type]
+            prompt = int(texts.columns[0] + counts[0]) - len(scores[0])
+            steps = _StepScores(dict(zip(texts.original.tolist(), scores)), self.batch_size, width - prompt)
+        return np.array(self.others(shown, steps).tolist())[texts.original]  # type: ignore[arg-type]

@@ -1,8 +1,9 @@
-"""A streamer that also learns how each token came."""
+"""What streamers are told, and a streamer that also learns how each token came."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.generation.streamers import BaseStreamer
@@ -39,3 +40,20 @@ class SpeculationStreamer(BaseStreamer):
         self._prompt_seen = False
         if self.on_end is not None:
             self.on_end()
+
+
+def stream_block(streamer: Any, tree: Any, token_ids: list[int], accepted: int) -> None:
+    """Tell a streamer of one round's new tokens.
+
+    Args:
+        streamer: any of transformers' kind; `put_tree` and `put_block` are called where it has them.
+        tree: the `DraftTree` that was verified, `None` where nothing was drafted.
+        token_ids: the new tokens.
+        accepted: how many of them, the first ones, were draft tokens.
+    """
+    if tree is not None and hasattr(streamer, "put_tree"):
+        streamer.put_tree(tree)
+    if hasattr(streamer, "put_block"):
+        streamer.put_block(token_ids, accepted)
+    elif token_ids:
+        streamer.put(torch.tensor(token_ids))

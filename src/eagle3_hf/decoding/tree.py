@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +20,9 @@ class DraftTree:
         is_chain: node `n` is at depth `n` in every row, with parent `n - 1`.
         draft_probs: float32 `[batch, nodes, vocab]`, what each node's child was drawn from, over the target's
             vocabulary; zeros where there is none. `None` for drafts that weren't drawn.
+        depth_list: `depths` of a row on the host, where they are the same in every row; else `None`.
+        counted: bool `[batch, nodes]`, False for nodes that mustn't be accepted, whose descendants are False too.
+            `None` where all may be.
     """
 
     tokens: torch.Tensor
@@ -31,6 +32,8 @@ class DraftTree:
     max_depth: int
     is_chain: bool = False
     draft_probs: torch.Tensor | None = None
+    depth_list: list[int] | None = None
+    counted: torch.Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -61,6 +64,7 @@ def chain(tokens: torch.Tensor) -> DraftTree:
         ancestors=ancestors.expand(batch, -1, -1),
         max_depth=size - 1,
         is_chain=True,
+        depth_list=list(range(size)),
     )
 
 
@@ -73,6 +77,18 @@ def from_parents(tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tens
     for _ in range(max_depth):
         ancestors = own | ancestors.gather(1, index)
     return DraftTree(tokens, parents, depths, ancestors, max_depth)
+
+
+def under_roots(
+    roots: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, max_depth: int
+) -> DraftTree:
+    """A tree of `roots` `[batch]` and drafted nodes `[batch, nodes]` under them, on the roots' device."""
+    root = torch.zeros_like(roots[:, None])
+
+    def whole(first: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        return torch.cat((first, rest.to(roots.device)), 1)
+
+    return from_parents(whole(roots[:, None], tokens), whole(root, parents), whole(root, depths), max_depth)
 
 
 def best_nodes(
@@ -101,51 +117,3 @@ def best_nodes(
     old_parents = parents.gather(1, chosen)
     new_parents = torch.where(old_parents < 0, 0, place.gather(1, old_parents.clamp(min=0)))
     return tokens.gather(1, chosen), new_parents, depths.gather(1, chosen), scores.gather(1, chosen)
-
-
-@dataclass
-class StaticShape:
-    """A static tree's shape, level by level.
-
-    Attributes:
-        ranks: for each level, the child rank (0 is the draft's best) of each of its nodes.
-        parents: for each level, the index of each node's parent among the nodes of the level above.
-        expanded: for each level, the nodes that have children, as indices into that level.
-    """
-
-    ranks: list[list[int]]
-    parents: list[list[int]]
-    expanded: list[list[int]]
-
-
-def static_shape(paths: Sequence[Sequence[int]]) -> StaticShape:
-    """Read a static tree given as child-rank paths.
-
-    Args:
-        paths: each a non-empty sequence of ranks from the root down, e.g. `[(0,), (1,), (0, 0)]`.
-
-    Raises:
-        ValueError: no path, a negative rank, a path given twice, or one whose parent isn't listed.
-    """
-    listed = [tuple(int(rank) for rank in path) for path in paths]
-    if not listed or not all(listed):
-        raise ValueError("tree_paths needs at least one path, and none may be empty")
-    if len(set(listed)) != len(listed):
-        raise ValueError("tree_paths holds a path twice")
-    if any(rank < 0 for path in listed for rank in path):
-        raise ValueError("tree_paths holds a negative child rank")
-    levels: list[list[tuple[int, ...]]] = [[()]]
-    for depth in range(1, max(map(len, listed)) + 1):
-        levels.append(sorted(path for path in listed if len(path) == depth))
-    shape = StaticShape([], [], [])
-    for above, level in itertools.pairwise(levels):
-        place = {path: i for i, path in enumerate(above)}
-        orphans = [path for path in level if path[:-1] not in place]
-        if orphans:
-            raise ValueError(f"tree_paths lists {orphans[0]} but not its parent {orphans[0][:-1]}")
-        shape.ranks.append([path[-1] for path in level])
-        shape.parents.append([place[path[:-1]] for path in level])
-    for level, below in itertools.pairwise([*levels[1:], []]):
-        parents = {path[:-1] for path in below}
-        shape.expanded.append([i for i, path in enumerate(level) if path in parents])
-    return shape

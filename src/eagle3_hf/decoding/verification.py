@@ -56,11 +56,15 @@ def accept(tree: DraftTree, selected: torch.Tensor) -> Acceptance:
     """
     if tree.is_chain:
         matches = tree.tokens[:, 1:] == selected[:, :-1]
+        if tree.counted is not None:
+            matches = matches & tree.counted[:, 1:]
         counts = matches.long().cumprod(dim=1).sum(dim=1)
         path = torch.minimum(tree.depths, counts[:, None])
         return Acceptance(counts, path, selected)
     matches = tree.tokens == selected.gather(1, tree.parents)
     matches[:, 0] = True
+    if tree.counted is not None:
+        matches = matches & tree.counted
     # A node is reached when no ancestor of it mismatches; children of one node differ, so reached nodes form a path.
     reached = ~(tree.ancestors & ~matches[:, None, :]).any(dim=2)
     depth = torch.where(reached, tree.depths, -1)

@@ -120,7 +120,7 @@ class Verifier:
         ids = rows.roots()[:, None] if tree is None else tree.tokens
         batch, nodes = ids.shape
         lengths = self.cache.lengths
-        start = torch.tensor(lengths, device=ids.device)
+        start = self.cache.lengths_on(ids.device)
         level = min(lengths) == max(lengths)
         slots = None if level else start[:, None] + torch.arange(nodes, device=ids.device)
         self.cache.begin_write(slots, nodes)
