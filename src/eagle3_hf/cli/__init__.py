@@ -11,7 +11,20 @@ import importlib
 import sys
 from typing import Any
 
-_COMMANDS = ("demo", "generate", "bench", "eval", "report", "inspect", "export", "probe", "export_neuron", "train", "regenerate", "extract")
+_COMMANDS = (
+    "demo",
+    "generate",
+    "bench",
+    "eval",
+    "report",
+    "inspect",
+    "export",
+    "probe",
+    "regenerate",
+    "extract",
+    "train",
+    "export_neuron",
+)
 
 
 def build_app() -> Any:

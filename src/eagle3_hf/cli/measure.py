@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ..decoding.statistics import SpeculationStats
+if TYPE_CHECKING:
+    from ..decoding.statistics import SpeculationStats
 
 PLAIN, PACKED = "plain", "plain, packed"
 _WARM_UP_TOKENS = 16
@@ -153,12 +154,19 @@ class Bench:
         return results
 
 
+def _merged(samples: list[Sample]) -> SpeculationStats:
+    from ..decoding.statistics import SpeculationStats
+
+    stats = SpeculationStats()
+    for sample in samples:
+        stats.merge(sample.stats or SpeculationStats())
+    return stats
+
+
 def _merge(samples: list[Sample]) -> Sample:
     stats = None
     if samples[0].stats is not None:
-        stats = SpeculationStats()
-        for sample in samples:
-            stats.merge(sample.stats or SpeculationStats())
+        stats = _merged(samples)
     seconds = statistics.median(sample.seconds for sample in samples)
     return Sample(samples[0].tokens, seconds, samples[0].ids, stats)
 
@@ -217,9 +225,7 @@ def summarise(methods: list[Method], results: list[dict[str, Sample]], greedy: b
             same = [sample.ids == row[PLAIN].ids for sample, row in zip(samples, results)]
             entry["identical_to_plain"] = sum(same) / len(same)
         if method.kind == "eagle3":
-            stats = SpeculationStats()
-            for sample in samples:
-                stats.merge(sample.stats or SpeculationStats())
+            stats = _merged(samples)
             entry |= {"speculation": stats.as_dict(), "milliseconds_per_round": per_round(stats)}
         summary[method.name] = entry
     return summary

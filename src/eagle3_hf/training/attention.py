@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from ..modeling_eagle3 import AttendingMemory
+from ..draft_layers import AttendingMemory
 
 BACKENDS = ("auto", "flash", "blocks", "flex", "dense")
 BLOCK = 256  # query slots that the blockwise kernel takes at a time

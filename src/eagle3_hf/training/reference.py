@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from ..modeling_eagle3 import AttendingMemory, Eagle3Attention, Eagle3DraftModel
+from ..draft_layers import AttendingMemory, Eagle3Attention
+from ..modeling_eagle3 import Eagle3DraftModel
 
 
 class _FullMask(AttendingMemory):
