@@ -153,6 +153,12 @@ class AllRanksBackend(Backend):
         return [ranks[0] for ranks in outputs]
 
 
+def make_shallow_pair(**changes):
+    """A pair whose target has two layers: for tests that compile, which takes seconds a layer."""
+    target = make_target("llama", num_hidden_layers=2, **changes)
+    return target, make_draft(target, aux_hidden_state_layers=[2, 0, 1])
+
+
 def make_pair(family="llama", **draft_changes):
     """A tiny target, and a draft for it."""
     changes = {"sliding_window": None, "layer_types": None} if family == "mistral" else {}

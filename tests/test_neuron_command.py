@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from neuron_support import make_pair
+from neuron_support import make_shallow_pair
 from typer.testing import CliRunner
 
 from eagle3_hf.cli import build_app
@@ -24,7 +24,7 @@ OPTIONS += ["--num_speculative_tokens", "1"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("models")
-    target, draft = make_pair()
+    target, draft = make_shallow_pair()
     target.save_pretrained(place / "target")
     draft.save_pretrained(place / "draft")
     return ["-m", str(place / "target"), "--draft_model", str(place / "draft")]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from neuron_support import ALLOWED, assert_same_as_plain, make_pair, short_names
-from support import make_draft, make_target, prompts
+from neuron_support import ALLOWED, assert_same_as_plain, make_shallow_pair, short_names
+from support import prompts
 
 from eagle3_hf.neuron import Eagle3NeuronConfig, Eagle3NeuronModelForCausalLM
 from eagle3_hf.neuron.artefact import read_manifest, sha256
@@ -26,8 +26,7 @@ BATCH, LENGTH, DRAFTS = 2, 32, 2
 
 @pytest.fixture(scope="module")
 def pair():
-    target = make_target("llama", num_hidden_layers=2)
-    return target, make_draft(target, aux_hidden_state_layers=[2, 0, 1])
+    return make_shallow_pair()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +152,7 @@ def test_save_and_load(model, exported, pair, tmp_path):
 
 
 def test_export_true_and_half_precision(tmp_path):
-    target, draft = make_pair()
+    target, draft = make_shallow_pair()
     target.save_pretrained(tmp_path / "target")
     draft.save_pretrained(tmp_path / "draft")
     made = Eagle3NeuronModelForCausalLM.from_pretrained(
@@ -259,5 +258,5 @@ def test_eos_and_criteria(model, pair):
         def __call__(self, ids, scores):
             return torch.tensor([ids.shape[1] >= 10])
 
-    out = model.generate(inputs["input_ids"][:1, -4:], max_new_tokens=16, stopping_criteria=[AfterTen()])
+    out = model.generate(inputs["input_ids"][:1, -3:], max_new_tokens=16, stopping_criteria=[AfterTen()])
     assert out.shape[1] == 10

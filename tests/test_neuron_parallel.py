@@ -62,10 +62,11 @@ def shake(model):
     return model
 
 
-def odd_pair(**draft_changes):
+def odd_pair(num_hidden_layers=4, **draft_changes):
     """A pair with vocabularies of 19 and 13 tokens."""
-    target = shake(make_target("llama", vocab_size=19, attention_bias=True))
-    return target, shake(make_draft(target, draft_vocab_size=13, **draft_changes))
+    target = shake(make_target("llama", vocab_size=19, attention_bias=True, num_hidden_layers=num_hidden_layers))
+    aux = {"aux_hidden_state_layers": [1, 0, num_hidden_layers]}
+    return target, shake(make_draft(target, draft_vocab_size=13, **(aux | draft_changes)))
 
 
 def backend_for(options):
@@ -266,13 +267,13 @@ torch.distributed.destroy_process_group()
 
 def test_two_processes(tmp_path):
     """The exported folder, read by two processes that gloo joins."""
-    target, draft = odd_pair()
+    target, draft = odd_pair(num_hidden_layers=2)
     config = Eagle3NeuronModelForCausalLM.get_neuron_config(
         target, draft, batch_size=2, sequence_length=32, context_buckets=[8], num_speculative_tokens=2, do_sample=True,
         tensor_parallel_size=2, padded_hidden_size=40,
     )  # fmt: skip
     made = Eagle3NeuronModelForCausalLM.export(target, draft, config, output=tmp_path / "out")
-    assert made.graphs["target_verify"].operators["eagle3_hf.sum_ranks.default"] == 1 + 2 * 4
+    assert made.graphs["target_verify"].operators["eagle3_hf.sum_ranks.default"] == 1 + 2 * 2
     used = short_names(name for graph in made.graphs.values() for name in graph.operators)
     # Random numbers add softmax and division; ranks a range check and the collectives.
     extra = {"__and__", "ge", "sum_ranks", "gather_ranks", "softmax", "div", "zeros_like"}
@@ -302,4 +303,4 @@ def test_two_processes(tmp_path):
     assert first == second
     assert first[0] == target.generate(**inputs, do_sample=False, max_new_tokens=20).tolist()
     assert first[1] != first[0]
-    assert first[2] == (4 + 1) * 2 * 2 * 1 * 32 * 8, "each rank holds one of the two key/value heads"
+    assert first[2] == (2 + 1) * 2 * 2 * 1 * 32 * 8, "each rank holds one of the two key/value heads"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from .split import rank_weights
 MANIFEST_FILE = "manifest.json"
 FORMAT = 2
 _WEIGHTS = ("target", "draft")
+_BROKEN_OFF = f"no {MANIFEST_FILE}, so the export was broken off or copied in part; delete it and export again"
 _RANK_FILE = "tp{}_sharded_checkpoint.safetensors"
 
 
@@ -75,15 +79,68 @@ def _write_weights(folder: Path, models: Models, world: int) -> None:
         save_file(tensors, folder / f"{who}.safetensors", metadata={"format": "pt"})
 
 
-def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Sequence[Graph], backend: Backend) -> None:
-    """Compile `graphs` and write the whole folder; it must be empty or not exist yet.
+def check_place(folder: Path) -> None:
+    """Check that an export can be written to `folder`, before minutes are spent on it.
 
     Raises:
-        ValueError: the folder has something in it.
+        ValueError: it has something in it, isn't a folder, or can't be made or written.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} isn't empty: choose another folder for the export")
-    (folder / "weights").mkdir(parents=True)
+    if folder.is_dir() and any(folder.iterdir()):
+        if (folder / CONFIG_FILE).is_file() and not (folder / MANIFEST_FILE).is_file():
+            raise ValueError(f"{folder} isn't empty: it has {_BROKEN_OFF}")
+        raise ValueError(f"{folder} isn't empty: choose another folder")
+    place = folder.absolute()
+    there = next(each for each in (place, *place.parents) if each.exists() or each.is_symlink())
+    if not there.is_dir():
+        what = "it isn't a folder" if there == place else f"{there} isn't a folder"
+        raise ValueError(f"{folder} can't be made: {what}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} can't be written: no permission for {there}")
+
+
+@contextmanager
+def all_or_nothing(folder: Path) -> Iterator[None]:
+    """Makes `folder`, which must be empty or new, and removes what was written to it if the block breaks off.
+
+    Raises:
+        ValueError: as `check_place`.
+    """
+    check_place(folder)
+    new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if new:
+            folder.rmdir()
+        raise
+
+
+def copy(source: Path, place: Path) -> None:
+    """Copy an exported folder to an empty or new one, the manifest last.
+
+    Raises:
+        ValueError: as `check_place`.
+    """
+    with all_or_nothing(place):
+        shutil.copytree(source, place, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MANIFEST_FILE))
+        shutil.copy2(source / MANIFEST_FILE, place / MANIFEST_FILE)
+
+
+def write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Sequence[Graph], backend: Backend) -> None:
+    """Compile `graphs` and write the whole folder, the manifest last; nothing is left of it if that breaks off.
+
+    Raises:
+        ValueError: as `check_place`.
+    """
+    with all_or_nothing(folder):
+        _write(folder, models, config, graphs, backend)
+
+
+def _write(folder: Path, models: Models, config: Eagle3NeuronConfig, graphs: Sequence[Graph], backend: Backend) -> None:
+    (folder / "weights").mkdir()
     (folder / "draft").mkdir()
     models.target_config.save_pretrained(folder)
     models.draft_config.save_pretrained(folder / "draft")
@@ -144,7 +201,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no exported model: it has no {MANIFEST_FILE}")
+        raise ValueError(f"{folder} holds no exported model: it has {_BROKEN_OFF}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context_buckets", type=_whole_numbers, metavar="64,128", help="Prompt lengths to compile.")
     parser.add_argument("--kv_buckets", type=_whole_numbers, metavar="128,256", help="Memory lengths to compile.")
     parser.add_argument("--padded_hidden_size", type=int, help="Width to pad states to, like 3072 for 2880.")
-    parser.add_argument("--torch_dtype", default="float32", help="`float32`, `bfloat16` or `float16`.")
+    parser.add_argument("--torch_dtype", help="`float32` (default), `bfloat16` or `float16`.")
     parser.add_argument("--auto_cast_type", help="Older name of --torch_dtype: `fp32`, `bf16` or `fp16`.")
     parser.add_argument("--do_sample", action="store_true", help="Compile sampling in; greedy still works.")
     parser.add_argument("--no_fuse_draft_loop", action="store_true", help="One graph call for each drafted token.")
@@ -69,11 +69,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: wrong options, a pair that can't be exported, or a result that differs from the models.
     """
     from ..resolve import resolve_model
+    from .artefact import check_place
     from .backends import get_backend
+    from .config import full_dtype
     from .families import load_pair
     from .model import Eagle3NeuronModelForCausalLM
 
     get_backend(args.backend)  # before anything is loaded
+    check_place(args.output)
+    dtypes = {full_dtype(each) for each in (args.torch_dtype, args.auto_cast_type) if each is not None}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"--torch_dtype {args.torch_dtype} and --auto_cast_type {args.auto_cast_type} say different things: pass "
+            "one of them"
+        )
     path = resolve_model(args.model)
     config = Eagle3NeuronModelForCausalLM.get_neuron_config(
         path,
@@ -87,7 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         context_buckets=args.context_buckets,
         kv_buckets=args.kv_buckets,
         padded_hidden_size=args.padded_hidden_size,
-        torch_dtype=args.auto_cast_type or args.torch_dtype,
+        torch_dtype=dtypes.pop() if dtypes else "float32",
         do_sample=args.do_sample,
         fuse_draft_loop=not args.no_fuse_draft_loop,
         fuse_step=args.fuse_step,

@@ -14,6 +14,7 @@ from .buckets import context_buckets
 CONFIG_FILE = "neuron_config.json"
 BACKENDS = ("torch-export", "xla", "neuron")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_COUNTS = ("batch_size", "sequence_length", "num_speculative_tokens", "tensor_parallel_size", "padded_hidden_size")
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -30,8 +31,8 @@ class Eagle3NeuronConfig:
         kv_buckets: how many slots attention reads in a round, one set of graphs each; default: all, always.
         tensor_parallel_size: cores to split both models over (`num_cores` in older optimum-neuron).
         padded_hidden_size: width to pad the states to, where the hardware wants an aligned one (2880 -> 3072).
-        torch_dtype: `float32`, `bfloat16` or `float16` (`fp32`, `bf16`, `fp16`). Output is token-identical to plain
-            generation in float32 only.
+        torch_dtype: `float32`, `bfloat16` or `float16` (also `fp32`, `torch.float32`). Output is token-identical to
+            plain generation in float32 only.
         do_sample: compile temperature and random numbers in; greedy rows still work.
         fuse_draft_loop: all `K` drafts in one graph, instead of one graph call each.
         fuse_step: verification and drafting in one graph: one call a round.
@@ -60,20 +61,17 @@ class Eagle3NeuronConfig:
     draft_model_id: str | None = None
 
     def __post_init__(self) -> None:
-        self.torch_dtype = _SHORT.get(self.torch_dtype, self.torch_dtype)
+        self._check_kinds()
+        self.torch_dtype = full_dtype(self.torch_dtype)
         if self.torch_dtype not in DTYPES:
             raise ValueError(f"torch_dtype must be one of {', '.join(DTYPES)}, got {self.torch_dtype!r}")
         if self.backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
-        if self.tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size must be at least 1, got {self.tensor_parallel_size}")
         if self.backend == "xla" and self.tensor_parallel_size > 1:
             raise ValueError(
                 f"backend 'xla' writes graphs for one core: tensor_parallel_size {self.tensor_parallel_size} needs "
                 "'neuron', or 'torch-export' to check it on CPUs"
             )
-        if self.batch_size < 1 or self.num_speculative_tokens < 1:
-            raise ValueError("batch_size and num_speculative_tokens must be at least 1")
         least = self.num_speculative_tokens + 2
         if self.sequence_length <= least:
             raise ValueError(
@@ -95,6 +93,22 @@ class Eagle3NeuronConfig:
             raise ValueError("fuse_step needs fuse_draft_loop: it has the draft's loop inside")
         if self.instance_type is not None and self.backend != "neuron":
             raise ValueError(f"instance_type is for backend 'neuron', not for {self.backend!r}")
+
+    def _check_kinds(self) -> None:
+        """Values come from files and command lines; a wrong kind would show up late, and nowhere near its name."""
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if value is None and name == "padded_hidden_size":
+                continue
+            if not _whole(value) or value < 1:
+                raise ValueError(f"{name} must be a whole number and at least 1, got {value!r}")
+        for name in ("context_buckets", "kv_buckets"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (list, tuple)) and all(map(_whole, value))):
+                raise ValueError(f"{name} must be a list of whole numbers, got {value!r}")
+        for name in ("do_sample", "fuse_draft_loop", "fuse_step"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -137,6 +151,17 @@ class Eagle3NeuronConfig:
             return cls.from_dict(values)
         except TypeError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def full_dtype(name: str | torch.dtype) -> str:
+    """`fp32`, `float32` and `torch.float32` are all `float32`; what isn't known stays as it is."""
+    if isinstance(name, torch.dtype):
+        return str(name).removeprefix("torch.")
+    return _SHORT.get(name, name) if isinstance(name, str) else name
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _buckets(name: str, wanted: list[int], most: int) -> list[int]:

@@ -47,6 +47,9 @@ class Models:
 def check_family(config: Any) -> None:
     """Refuse targets whose decoder isn't the one that the graphs compute.
 
+    Args:
+        config: the whole model's, of which text may be a part.
+
     Raises:
         ValueError: another family, or a feature of one of these that isn't built; named.
     """
@@ -99,7 +102,7 @@ def take_apart(target: Any, draft: Eagle3DraftModel) -> Models:
     """
     # Packing would put another class of linear in, and a second copy of the weights.
     changed = not hasattr(target, "get_eagle3_aux_hidden_state_layers")
-    check_family(text_config(target))
+    check_family(target.config)
     speculating = enable_eagle3(target, pack=False) if changed else target
     try:
         aux_layers = check_draft_fits(speculating, draft)

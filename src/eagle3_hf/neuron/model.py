@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 from ..decoding.statistics import SpeculationStats
 from . import artefact
 from .backends import get_backend
-from .config import CONFIG_FILE, Eagle3NeuronConfig
+from .config import CONFIG_FILE, Eagle3NeuronConfig, full_dtype
 from .families import check_family, load_pair, take_apart
 from .generation import Generation, HostSampling, stop_rule, unpad
 from .options import end_and_padding, new_tokens, prepare
@@ -78,10 +77,11 @@ class Eagle3NeuronModelForCausalLM:
         if config is None:
             loaded = isinstance(model_id, torch.nn.Module)
             config = model_id.config if loaded else AutoConfig.from_pretrained(model_id, token=token, revision=revision)
-        text = config.get_text_config()
-        check_family(text)
+        check_family(config)
         if sequence_length is None:
-            sequence_length = min(getattr(text, "max_position_embeddings", _MOST_DEFAULT_LENGTH), _MOST_DEFAULT_LENGTH)
+            sequence_length = min(
+                getattr(config, "max_position_embeddings", _MOST_DEFAULT_LENGTH), _MOST_DEFAULT_LENGTH
+            )
         return Eagle3NeuronConfig(
             batch_size=1 if batch_size is None else batch_size,
             sequence_length=sequence_length,
@@ -116,9 +116,11 @@ class Eagle3NeuronModelForCausalLM:
 
         Raises:
             ImportError: the backend's packages are missing.
-            ValueError: the pair can't be exported, or the folder isn't empty.
+            ValueError: the pair can't be exported, or the folder isn't empty or can't be written.
         """
         backend = get_backend(neuron_config.backend, neuron_config.instance_type)
+        if output is not None:
+            artefact.check_place(Path(os.fspath(output)))
         keep = tempfile.TemporaryDirectory(prefix="eagle3-neuron-") if output is None else None
         folder = Path(keep.name if keep else os.fspath(output))  # type: ignore[arg-type]
         target, draft = load_pair(model_id, draft_model_id, neuron_config.dtype, token=token, revision=revision)
@@ -154,14 +156,16 @@ class Eagle3NeuronModelForCausalLM:
                 options, see `load`.
 
         Raises:
-            ValueError: not an exported folder, a damaged or changed one, or one compiled for other values.
+            ValueError: not an exported folder, a damaged or changed one, or one compiled for other values; two names
+                of an option that say different things.
+            TypeError: an option that nothing here knows.
             ImportError: the backend's packages are missing.
         """
         loading = {name: options.pop(name) for name in ("torch_compile", "warm_up") if name in options}
         if num_cores is not None:
-            options["tensor_parallel_size"] = num_cores
+            _one_of("num_cores", num_cores, "tensor_parallel_size", options)
         if auto_cast_type is not None:
-            options["torch_dtype"] = auto_cast_type
+            _one_of("auto_cast_type", auto_cast_type, "torch_dtype", options)
         if export:
             if draft_model is None:
                 raise ValueError("export=True needs draft_model, the EAGLE-3 draft")
@@ -170,6 +174,10 @@ class Eagle3NeuronModelForCausalLM:
         if isinstance(model_id, torch.nn.Module):
             raise ValueError("a loaded model isn't an exported folder: pass export=True to compile it")
         folder = Path(os.fspath(model_id))
+        if draft_model is not None:
+            raise ValueError(
+                f"draft_model goes with export=True: {folder}, an exported folder, holds its draft already"
+            )
         if not (folder / CONFIG_FILE).is_file():
             raise ValueError(
                 f"{folder} holds no exported model: it has no {CONFIG_FILE}. To compile a pair, pass export=True and "
@@ -177,6 +185,9 @@ class Eagle3NeuronModelForCausalLM:
             )
         manifest = artefact.read_manifest(folder)
         artefact.check_unchanged(Eagle3NeuronConfig.from_pretrained(folder), manifest, str(folder / CONFIG_FILE))
+        unknown = sorted(set(options) - set(manifest.compiled.to_dict()))
+        if unknown:
+            raise TypeError(f"from_pretrained() of an exported folder doesn't know {unknown}")
         if options:
             asked = Eagle3NeuronConfig.from_dict({**manifest.compiled.to_dict(), **options})
             artefact.check_unchanged(asked, manifest, "what from_pretrained() was asked for")
@@ -213,12 +224,9 @@ class Eagle3NeuronModelForCausalLM:
         """Copy everything into `save_directory`, which must be empty or new.
 
         Raises:
-            ValueError: it isn't empty.
+            ValueError: it isn't empty or can't be written.
         """
-        place = Path(os.fspath(save_directory))
-        if place.exists() and any(place.iterdir()):
-            raise ValueError(f"{place} isn't empty: choose another folder")
-        shutil.copytree(self._folder, place, dirs_exist_ok=True)
+        artefact.copy(self._folder, Path(os.fspath(save_directory)))
 
     def generate(
         self,
@@ -265,6 +273,13 @@ class Eagle3NeuronModelForCausalLM:
         padded = [answer + [filler] * (longest - len(answer)) for answer in answers]
         made = torch.tensor(padded, dtype=torch.long, device=input_ids.device)
         return torch.cat((input_ids.long(), made.view(len(answers), longest)), dim=1)
+
+
+def _one_of(old: str, value: Any, name: str, options: dict[str, Any]) -> None:
+    """Put `value`, given under an older name, where it belongs; ValueError where that says something else."""
+    if name in options and full_dtype(options[name]) != full_dtype(value):
+        raise ValueError(f"{old} {value!r} and {name} {options[name]!r} say different things: pass one of them")
+    options[name] = value
 
 
 def _name(model: Any) -> str | None:

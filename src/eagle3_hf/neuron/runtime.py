@@ -32,7 +32,16 @@ class GraphRuntime:
         self.config, self.entries, self.backend = manifest.compiled, manifest.graphs, backend
         world = self.config.tensor_parallel_size
         weights = [read_weights(folder, rank, world) for rank in backend.ranks(world)]
-        self._run = backend.load_all(folder, self.entries, weights, options)
+        try:
+            self._run = backend.load_all(folder, self.entries, weights, options)
+        except Exception as error:
+            made = manifest.versions.get("torch")
+            if made == torch.__version__:
+                raise
+            raise RuntimeError(
+                f"graphs exported with torch {made} can't be read by torch {torch.__version__} here, export again with "
+                f"this one: {error}"
+            ) from error
         self.memory: dict[str, torch.Tensor] = {}
         self.calls: dict[str, int] = dict.fromkeys(self.entries, 0)
         self.warm = False

@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 
 from optimum.commands.base import BaseOptimumCLICommand, CommandInfo
 from optimum.commands.export.base import ExportCommand
+from safetensors import SafetensorError
 
 from eagle3_hf.neuron.command import DESCRIPTION, add_arguments, report, run
 
@@ -29,7 +30,7 @@ class Eagle3NeuronExportCommand(BaseOptimumCLICommand):
         """Export."""
         try:
             result = run(self.args)
-        except (ValueError, OSError, ImportError) as error:
+        except (ValueError, OSError, ImportError, RuntimeError, SafetensorError) as error:
             raise SystemExit(f"error: {' '.join(str(error).split())}") from None
         logging.basicConfig()
         logger = logging.getLogger("eagle3_hf.neuron")
