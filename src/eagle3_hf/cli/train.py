@@ -49,10 +49,13 @@ def train(
             table.add_row(Text(name, style="bold"), Text(str(value)))
         console.print(table)
         return
-    from ..training.run import run
+    from ..training.run import FailedElsewhereError, run
     from ..training.sources import open_data
 
-    result = run(loaded, open_data(loaded), resume)
+    try:
+        result = run(loaded, open_data(loaded), resume)
+    except FailedElsewhereError:
+        raise typer.Exit(2) from None  # the first process says why, once
     if not leads:
         raise typer.Exit(0 if result.finished else 128 + (result.signal or 15))
     if not result.finished:

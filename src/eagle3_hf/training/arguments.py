@@ -27,6 +27,25 @@ _REFUSED = {
     "metric_for_best_model": "the best draft is the one of the highest tau",
     "greater_is_better": "the best draft is the one of the highest tau",
     "label_names": "there are no labels",
+    "include_for_metrics": "evaluation counts tokens itself",
+    "batch_eval_metrics": "evaluation counts tokens itself",
+    "eval_accumulation_steps": "evaluation keeps no logits",
+    "eval_do_concat_batches": "evaluation keeps no logits",
+    "eval_use_gather_object": "evaluation keeps no logits",
+    "prediction_loss_only": "evaluation keeps no logits",
+    "fp16_full_eval": "evaluation computes as training does",
+    "bf16_full_eval": "evaluation computes as training does",
+    "dataloader_drop_last": "batches are cut by tokens from one endless stream: there is no last one",
+    "length_column_name": "documents are grouped by length already: data.window says among how many",
+    "include_num_input_tokens_seen": "tokens are counted and logged always",
+    "average_tokens_across_devices": "an update is always the mean over the global batch",
+    "do_predict": "a recipe only trains",
+    "hub_model_id": "publish the finished draft with draft.push_to_hub()",
+    "hub_strategy": "publish the finished draft with draft.push_to_hub()",
+    "hub_token": "publish the finished draft with draft.push_to_hub()",
+    "hub_private_repo": "publish the finished draft with draft.push_to_hub()",
+    "hub_always_push": "publish the finished draft with draft.push_to_hub()",
+    "hub_revision": "publish the finished draft with draft.push_to_hub()",
 }
 
 
@@ -70,6 +89,11 @@ def training_arguments(recipe: Recipe) -> Any:
             raise ValueError("training.eval_strategy needs held-out documents: set data.held_out above 0")
         values |= {"metric_for_best_model": "tau", "greater_is_better": True}
     (args,) = HfArgumentParser(TrainingArguments).parse_dict(values)  # type: ignore[arg-type]
+    if args.device.type == "cpu":
+        if args.fp16:
+            raise ValueError("training.fp16 is for GPUs: on a CPU set training.bf16, or neither")
+        if recipe.objective.attention == "flex":
+            raise ValueError("objective.attention flex can't be trained on a CPU: set auto")
     if args.n_gpu > 1:
         logger.warning("%d GPUs are visible, one is used: start with torchrun or accelerate launch for all", args.n_gpu)
         args._n_gpu = 1

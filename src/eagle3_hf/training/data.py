@@ -114,11 +114,32 @@ def load_rows(spec: str, *, streaming: bool = False, shuffle_seed: int | None = 
             made = datasets.load_dataset(name, config or None, split=split or "train", streaming=streaming)
     except Exception as error:
         # datasets raises dozens of kinds, down to bare Exception, for a wrong id, split, config, file or network.
-        cause = error.__cause__ or error
+        cause = (local and _bad_line(path)) or error.__cause__ or error
         raise ValueError(f"dataset {spec!r} can't be loaded: {' '.join(str(cause).split())[:500]}") from error
     if shuffle_seed is not None:
         made = made.shuffle(seed=shuffle_seed, buffer_size=10_000) if streaming else made.shuffle(seed=shuffle_seed)
     return made
+
+
+def _bad_line(path: Path) -> str | None:
+    """What is wrong with a source of JSON lines; `datasets` names neither the file nor the line."""
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    for file in files:
+        if file.suffix not in (".jsonl", ".json", ".csv"):
+            continue
+        if not file.stat().st_size:
+            return f"{file.name} is empty"
+        if file.suffix != ".jsonl" or file.name == JOURNAL:
+            continue
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = json.loads(line) if line.strip() else {}
+                except ValueError as error:
+                    return f"{file.name}, line {number} isn't JSON: {error}"
+                if not isinstance(row, dict):
+                    return f"{file.name}, line {number} is no JSON object"
+    return None
 
 
 def _local_files(path: Path) -> tuple[str, list[str]]:

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..aux_layers import check_aux_layers, default_aux_layers, find_decoder, text_config
 from ..configuration_eagle3 import Eagle3Config
-from ..modeling_eagle3 import Eagle3DecoderLayer, Eagle3DraftModel
+from ..draft_layers import Eagle3DecoderLayer
+from ..modeling_eagle3 import Eagle3DraftModel
 from .recipe import DraftSection
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,11 @@ def _copy_from_target(
     else:
         left.append("fc")
     count = len(draft.layers)
+    if count > len(decoder_layers):
+        raise ValueError(
+            f"draft.num_hidden_layers is {count}, the target has {len(decoder_layers)} to copy: take fewer, or "
+            "draft.initialise: scratch"
+        )
     for index in range(count):
         layer: Any = draft.layers[index]
         source = decoder_layers[len(decoder_layers) - count + index]

@@ -30,7 +30,7 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: str | os.PathLike)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    keys = sorted({key for entry in history for key in entry})
+    keys = sorted({key for entry in history for key in entry}, key=lambda key: (len(key), key))  # 2 before 10
     panels = [
         ("loss", [("loss", "training")] + [(key, f"step {key[5:]}") for key in keys if key.startswith("loss_")]),
         ("accuracy (training)", [(key, f"step {key[9:]}") for key in keys if key.startswith("accuracy_")]),
@@ -41,7 +41,9 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: str | os.PathLike)
     if not any(_series(history, key)[0] for _, curves in panels for key, _ in curves):
         raise ValueError("nothing to draw: the run has logged neither a loss nor an accuracy yet")
     # No pyplot: its global state and its choice of a window system aren't ours to touch.
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    figure = Figure(figsize=(12, 8))
+    # Fixed margins: a layout engine draws everything several times, and gives up on long legends.
+    figure.subplots_adjust(left=0.05, right=0.98, bottom=0.07, top=0.95, wspace=0.12, hspace=0.28)
     FigureCanvasAgg(figure)
     for axis, (title, curves) in zip(figure.subplots(2, 2).flat, panels):
         drawn = False
@@ -54,7 +56,8 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: str | os.PathLike)
         axis.set_xlabel("update")
         axis.grid(alpha=0.3)
         if drawn:
-            axis.legend(loc="upper right")
+            many = len(axis.lines) > 8
+            axis.legend(loc="upper right", ncols=1 + len(axis.lines) // 9, fontsize="x-small" if many else "medium")
     path = Path(path)
     scratch = path.with_name(f".{path.name}.tmp")
     figure.savefig(scratch, format="png", dpi=100)

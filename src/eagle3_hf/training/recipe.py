@@ -18,9 +18,8 @@ from typing import Any
 
 import yaml
 
+from .recipe_checks import check_values
 from .recipe_values import StrictLoader, convert, kind_of, nearest
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -269,7 +268,7 @@ def parse_recipe(content: Mapping[str, Any]) -> Recipe:
         raise ValueError("section target is missing: target.model says which model the draft is for")
     check_training_keys(sections.setdefault("training", {}))
     recipe = Recipe(**sections)
-    _check(recipe)
+    check_values(recipe)
     return recipe
 
 
@@ -323,6 +322,8 @@ def check_training_keys(values: dict[str, Any]) -> None:
         hints = {}
     simple = {int, float, str, bool, type(None), dict, list}
     for key, value in values.items():
+        if value is False and key.endswith("_strategy"):
+            value = values[key] = "no"  # which YAML 1.1 takes for a truth value
         if key not in known:
             raise ValueError(f"unknown key training.{key}{_hint('training', str(key), known)}")
         kind = hints.get(key)
@@ -330,58 +331,3 @@ def check_training_keys(values: dict[str, Any]) -> None:
         # Enums are given as text; what they allow is transformers' own check.
         if kind is not None and all((typing.get_origin(part) or part) in simple for part in parts):
             values[key] = convert(f"training.{key}", value, kind)
-
-
-def _choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    allowed = list(allowed)
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}{nearest(value, allowed)}; it must be one of {', '.join(allowed)}")
-
-
-def _check(recipe: Recipe) -> None:
-    """What the types don't say."""
-    target, draft, data, features = recipe.target, recipe.draft, recipe.data, recipe.features
-    objective, evaluation = recipe.objective, recipe.evaluation
-    _choice("target.dtype", target.dtype, _DTYPES)
-    _choice("draft.dtype", draft.dtype, _DTYPES[1:])
-    _choice("features.mode", features.mode, ("offline", "online"))
-    _choice("features.teacher", features.teacher, ("hidden", "logits"))
-    _choice("objective.kind", objective.kind, ("eagle3", "plain"))
-    _choice("objective.mass", objective.mass, ("vocabulary", "full"))
-    _choice("objective.attention", objective.attention, ("auto", "flash", "blocks", "flex", "dense"))
-    if not 0 <= data.held_out < 1:
-        raise ValueError(f"data.held_out is a share below 1, got {data.held_out}")
-    positive = {
-        "data.tokens_per_batch": data.tokens_per_batch,
-        "data.window": data.window,
-        "objective.steps": objective.steps,
-        "objective.measure_every": objective.measure_every,
-        "evaluation.documents": evaluation.documents,
-        "evaluation.chain": evaluation.chain,
-        "evaluation.generate_prompts": evaluation.generate_prompts,
-        "evaluation.generate_new_tokens": evaluation.generate_new_tokens,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if objective.step_weights is not None and len(objective.step_weights) != objective.steps:
-        raise ValueError(
-            f"objective.step_weights has {len(objective.step_weights)} weights for objective.steps {objective.steps}"
-        )
-    try:
-        from .losses import parse_loss
-
-        parse_loss(objective.loss)
-    except ValueError as error:
-        raise ValueError(f"objective.loss: {error}") from None
-    if objective.kind == "plain" and draft.model is None:
-        raise ValueError("objective.kind plain trains an ordinary model: draft.model says which")
-    if objective.kind == "plain" and features.mode != "online":
-        raise ValueError("objective.kind plain has no stored features: set features.mode: online and data.sources")
-    if objective.kind == "plain" and evaluation.generate_every:
-        raise ValueError("evaluation.generate_every is for EAGLE-3 drafts: measure two-model speculation with `eval`")
-    if objective.kind == "eagle3" and draft.model is not None:
-        raise ValueError("draft.model is for objective.kind plain; an EAGLE-3 draft goes on from draft.initialise")
-    every, steps = evaluation.generate_every, recipe.training.get("eval_steps")
-    if every and steps and every % steps:
-        raise ValueError(f"evaluation.generate_every {every} must be a multiple of training.eval_steps {steps}")

@@ -6,7 +6,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +113,12 @@ def run(
 
     Raises:
         ValueError: an `output_dir` that holds another run, or see [`Eagle3Trainer`].
+        FailedElsewhereError: in all processes but the first, if that one couldn't prepare the run.
     """
     args = training_arguments(recipe)
     output = Path(args.output_dir)
     targets = _Once(target or (lambda: load_target(recipe)))
-    with args.main_process_first(local=False, desc="preparing the draft"):
+    with _main_process_first(args):
         if args.process_index == 0:
             _claim(output, recipe, resume)
             prepare(recipe, data, targets, output / PREPARED)
@@ -147,6 +149,34 @@ def run(
     )
     trainer.train(resume_from_checkpoint=resume)
     return finish(trainer, recipe, output)
+
+
+class FailedElsewhereError(ValueError):
+    """Process 0 couldn't prepare the run, and says why itself."""
+
+
+@contextmanager
+def _main_process_first(args: Any) -> Iterator[None]:
+    """Process 0 runs the body while the others wait; its error ends them too, instead of a lost connection."""
+    if args.world_size == 1:
+        yield
+        return
+    if args.process_index == 0:
+        outcome: list[str | None] = ["it was ended"]
+        try:
+            yield
+            outcome = [None]
+        except Exception as error:
+            outcome = [str(error)]
+            raise
+        finally:
+            torch.distributed.broadcast_object_list(outcome, src=0, device=args.device)
+        return
+    outcome = [None]
+    torch.distributed.broadcast_object_list(outcome, src=0, device=args.device)
+    if outcome[0] is not None:
+        raise FailedElsewhereError(f"process 0: {outcome[0]}")
+    yield
 
 
 class _Once:

@@ -44,10 +44,21 @@ def open_data(recipe: Recipe) -> TrainingData:
 
     from ..resolve import resolve_model
 
-    path = resolve_model(recipe.target.model)
-    config = AutoConfig.from_pretrained(path, **_revision(recipe)).get_text_config()
+    path = resolve_model(_model_name(recipe.target.model))
+    whole = AutoConfig.from_pretrained(path, **_revision(recipe))
+    config = whole.get_text_config()
+    if recipe.target.model_type not in (None, whole.model_type, config.model_type):
+        raise ValueError(
+            f"target.model_type is {recipe.target.model_type}, the target's config says {whole.model_type}"
+        )
     online = recipe.features.mode == "online"
-    dataset = _conversations(recipe, path, config) if online else _stored(recipe)
+    dataset = _conversations(recipe, path, config) if online else _stored(recipe, config)
+    for share, found in (("training", dataset.train), ("held-out", dataset.held_out)):
+        if not found and (share == "training" or recipe.training.get("eval_steps")):
+            raise ValueError(
+                f"data.held_out {recipe.data.held_out} of {len(dataset)} documents leaves no {share} document: "
+                "change it, or take more data"
+            )
     held_out = evaluation_documents(dataset, recipe.evaluation.documents)
 
     def vocabulary() -> torch.Tensor | None:
@@ -124,7 +135,16 @@ def _tokenizers(recipe: Recipe, path: str) -> tuple[Any, Any] | None:
         return None
 
 
-def _stored(recipe: Recipe) -> FeatureDataset:
+def _model_name(name: str) -> str:
+    """`name`, unless it was meant as a path that isn't there, which transformers would take for a Hub id."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        if not Path(name).expanduser().exists():
+            raise ValueError(f"target.model: there is no folder {name!r}")
+        return str(Path(name).expanduser())
+    return name
+
+
+def _stored(recipe: Recipe, config: Any) -> FeatureDataset:
     folder = recipe.features.folder
     if folder is None:
         raise ValueError("features.folder is missing: the folder that `eagle3-hf extract` wrote")
@@ -133,7 +153,26 @@ def _stored(recipe: Recipe) -> FeatureDataset:
         logger.warning(
             "the features say they are of %s, the recipe's target is %s", dataset.target, recipe.target.model
         )
+    _check_fit(dataset, config)
     return dataset
+
+
+def _check_fit(dataset: FeatureDataset, config: Any) -> None:
+    """Features of another model are named before anything is made of them."""
+    if not len(dataset):
+        return
+    item = dataset[0]
+    pairs = [
+        ("hidden size", item["features"].shape[-1] / len(dataset.aux_layers), config.hidden_size),
+        ("vocabulary", max(int(item["input_ids"].max()) + 1, config.vocab_size), config.vocab_size),
+    ]
+    if "teacher_logits" in item:
+        pairs.append(("vocabulary", item["teacher_logits"].shape[-1], config.vocab_size))
+    for what, theirs, ours in pairs:
+        if theirs != ours:
+            raise ValueError(
+                f"the features in {dataset.folder} are of another model: {what} {theirs:g}, target.model has {ours}"
+            )
 
 
 def _conversations(recipe: Recipe, path: str, config: Any) -> TokenDataset:

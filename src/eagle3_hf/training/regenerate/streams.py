@@ -57,7 +57,10 @@ class Streams:
         config = text_config(model)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and max_length > limit:
-            raise ValueError(f"prompts and answers of up to {max_length} tokens, the model has {limit} positions")
+            raise ValueError(
+                f"prompts and answers of up to {max_length} tokens, the model has {limit} positions: lower "
+                "--max-prompt or --max-new-tokens"
+            )
         self.model, self.max_length, self.generator = model, max_length, generator
         self.prefill_tokens, self.device = prefill_tokens, model.device
         self.layers = config.num_hidden_layers
