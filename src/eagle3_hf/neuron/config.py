@@ -100,8 +100,10 @@ class Eagle3NeuronConfig:
             value = getattr(self, name)
             if value is None and name == "padded_hidden_size":
                 continue
-            if not _whole(value) or value < 1:
-                raise ValueError(f"{name} must be a whole number and at least 1, got {value!r}")
+            if not _whole(value):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         for name in ("context_buckets", "kv_buckets"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (list, tuple)) and all(map(_whole, value))):
