@@ -98,14 +98,23 @@ def test_the_trained_draft_is_exported_and_read_back(target, data, tmp_path):
             assert torch.equal(again.state_dict()[name], draft.state_dict()[name]), (format, name)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
-def test_resume_is_exact(target, data, tmp_path, stop):
-    """Stopped by a signal in the middle of a logging window, the run ends where an uninterrupted one does."""
-    training = {"max_steps": 7, "logging_steps": 2, "save_steps": 100, "gradient_accumulation_steps": 2}
-    draft = {"vocab_size": 32}
+RESUMED = {"max_steps": 7, "logging_steps": 2, "save_steps": 100, "gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(target, tmp_path_factory):
+    """Data, folder and result of the run that a resumed one must equal."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     some = training_data(target, vocabulary=32)
-    whole = run(tiny_recipe(tmp_path / "whole", training=training, draft=draft), some, target=lambda: target)
-    recipe = tiny_recipe(tmp_path / "parts", training=training, draft=draft)
+    whole = run(tiny_recipe(folder, training=RESUMED, draft={"vocab_size": 32}), some, target=lambda: target)
+    return some, folder, whole
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_resume_is_exact(target, uninterrupted, tmp_path, stop):
+    """Stopped by a signal in the middle of a logging window, the run ends where an uninterrupted one does."""
+    some, folder, whole = uninterrupted
+    recipe = tiny_recipe(tmp_path / "parts", training=RESUMED, draft={"vocab_size": 32})
     stopped = run(recipe, some, target=lambda: target, callbacks=[StopAt(3, stop)])
     assert not stopped.finished and stopped.updates == 3 and stopped.signal == stop
     assert [path.name for path in checkpoints(tmp_path / "parts")] == ["checkpoint-3"]
@@ -116,11 +125,13 @@ def test_resume_is_exact(target, data, tmp_path, stop):
 
     resumed = run(recipe, some, resume=True, target=no_target)
     assert resumed.finished and resumed.updates == 7
-    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    for name, tensor in weights(tmp_path / "whole" / "draft").items():
+    assert losses(tmp_path / "parts") == losses(folder)
+    for name, tensor in weights(folder / "draft").items():
         assert torch.equal(tensor, weights(tmp_path / "parts" / "draft")[name]), name
     assert resumed.numbers["tokens"] == whole.numbers["tokens"]
-    both = [json.loads((tmp_path / n / "checkpoint-7" / "eagle3_state.json").read_text()) for n in ("whole", "parts")]
+    both = [
+        json.loads((path / "checkpoint-7" / "eagle3_state.json").read_text()) for path in (folder, tmp_path / "parts")
+    ]
     assert both[0]["progress"]["window"] == both[1]["progress"]["window"]
 
 
