@@ -54,6 +54,32 @@ def test_evaluations_that_would_never_happen_are_refused():
         parse_recipe(MINIMAL | {"data": {"held_out": 0.0}, "training": {"eval_steps": 4}})
 
 
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"data": {"sources": ["x"]}}, r"data\.sources is for features\.mode online"),
+        ({"data": {"max_length": 5}}, r"data\.max_length is for features\.mode online"),
+        ({"data": {"skip_bad": True}}, r"data\.skip_bad is for features\.mode online"),
+        ({"features": {"teacher": "logits"}}, r"features\.teacher is for features\.mode online"),
+        ({"features": {"mode": "online", "folder": "x"}}, r"features\.folder is for features\.mode offline"),
+    ],
+)
+def test_keys_of_the_other_mode_are_refused(sections, words):
+    with pytest.raises(ValueError, match=words):
+        parse_recipe(MINIMAL | sections)
+
+
+def test_an_override_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("target: {model: a}\n")
+    with pytest.raises(ValueError, match=r"--set objective\.loss=\[: the value isn't YAML"):
+        load_recipe(tmp_path / "recipe.yaml", ["objective.loss=["])
+
+
+def test_an_odd_head_is_named():
+    with pytest.raises(ValueError, match=r"draft\.head_dim 7 is odd"):
+        new_draft(tiny_target(), DraftSection(head_dim=7))
+
+
 def test_no_is_a_strategy_not_a_truth_value(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("target: {model: a}\ntraining: {max_steps: 5, output_dir: x, use_cpu: true, save_strategy: no}\n")

@@ -72,6 +72,9 @@ def draft_config(target_config: Any, section: DraftSection, aux_layers: Sequence
     if section.own_embeddings is None and not same_width:
         values["own_embeddings"] = True
     values |= {name: getattr(source, name) for name in _SPECIAL_TOKENS if getattr(source, name, None) is not None}
+    rotary = values["head_dim"] or hidden // heads
+    if rotary % 2:
+        raise ValueError(f"draft.head_dim {rotary} is odd: rotary positions turn pairs")
     return Eagle3Config(**values, **_rope(source))
 
 

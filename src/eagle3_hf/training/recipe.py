@@ -245,7 +245,10 @@ def apply_override(content: dict[str, Any], override: str) -> None:
         if not isinstance(below, dict):
             raise ValueError(f"--set {override}: {part} is {kind_of(below)}, no section")
         place = below
-    place[parts[-1]] = yaml.load(text, StrictLoader)
+    try:
+        place[parts[-1]] = yaml.load(text, StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"--set {override}: the value isn't YAML: {error}") from None
 
 
 def parse_recipe(content: Mapping[str, Any]) -> Recipe:

@@ -53,6 +53,20 @@ _LEAST: dict[str, float] = {
 }
 
 
+def _check_mode(recipe: Recipe) -> None:
+    """Keys that the other mode of features would read."""
+    if recipe.features.mode == "online":
+        if recipe.features.folder is not None:
+            raise ValueError("features.folder is for features.mode offline; online reads data.sources: leave one out")
+        return
+    usual = type(recipe.data)()
+    for key in ("sources", "columns", "template", "max_length", "limit", "skip_bad"):
+        if getattr(recipe.data, key) != getattr(usual, key):
+            raise ValueError(f"data.{key} is for features.mode online; offline, say it to `eagle3-hf extract`")
+    if recipe.features.teacher != "hidden":
+        raise ValueError("features.teacher is for features.mode online; offline it is that of the stored features")
+
+
 def _check_ranges(recipe: Recipe) -> None:
     values: dict[str, Any] = recipe.as_dict()
     for name, least in _LEAST.items():
@@ -99,6 +113,7 @@ def check_values(recipe: Recipe) -> None:
         parse_loss(objective.loss)
     except ValueError as error:
         raise ValueError(f"objective.loss: {error}") from None
+    _check_mode(recipe)
     if objective.kind == "plain" and draft.model is None:
         raise ValueError("objective.kind plain trains an ordinary model: draft.model says which")
     if objective.kind == "plain" and features.mode != "online":
