@@ -75,7 +75,8 @@ class SpeculativeLayer(CacheLayerMixin):
         moved = [i for i, row in enumerate(order) if i != row]
         if moved and self.is_initialized:
             for stored in (self.keys, self.values):
-                stored[moved] = stored[[order[i] for i in moved]]
+                to, source = torch.tensor([moved, [order[i] for i in moved]], device=stored.device)
+                stored[to] = stored[source]
 
     def select_rows(self, rows: torch.Tensor) -> None:
         if self.is_initialized:

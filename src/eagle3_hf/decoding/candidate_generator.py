@@ -80,12 +80,13 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             self.cache.park(rows)
         else:
             self.cache.select_rows(rows)
+        at = torch.tensor(rows, dtype=torch.long, device=self.draft.device)
         if isinstance(self.position_offset, torch.Tensor):
-            self.position_offset = self.position_offset[rows]
+            self.position_offset = self.position_offset[at]
         if self._root_state is not None:
-            self._root_state = self._root_state[rows]
+            self._root_state = self._root_state[at]
         if self._root_logits is not None:
-            self._root_logits = self._root_logits[rows]
+            self._root_logits = self._root_logits[at]
 
     def _positions(self, slots: torch.Tensor) -> torch.Tensor:
         return slots + self.position_offset

@@ -59,7 +59,7 @@ def _for_rows(processor: Any, places: list[int]) -> Any:
         return processor
     # transformers 5.2x: the repetition penalty holds every row's padding.
     processor = copy.copy(processor)
-    processor.prompt_ignore_length = ignored[places]
+    processor.prompt_ignore_length = ignored[torch.tensor(places, device=ignored.device)]
     return processor
 
 
