@@ -215,6 +215,17 @@ def test_ticks(top, expected):
     assert svg.ticks(top) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["a", "before, tree 5:4:16", "x" * 32])
+def test_names_have_room_beside_their_bars(name):
+    for chart in (
+        svg.interval_bars([(name, 0, 1.0, 0.5, 2.0), ("b", 1, 2.0, None, None)], 2.0, "x"),
+        svg.stacked_bars([(name, {"target": 2.0}), ("b", {"target": 1.0})], ["target"], "ms"),
+    ):
+        text = next(t for t in ElementTree.fromstring(chart).iter("{http://www.w3.org/2000/svg}text") if t.text == name)
+        assert text.get("text-anchor") == "end"
+        assert float(text.get("x")) >= 7 * len(name)
+
+
 def test_bars_are_as_long_as_their_values():
     chart = ElementTree.fromstring(svg.interval_bars([("a", 0, 1.0, 0.5, 2.0), ("b", 1, 2.0, None, None)], 2.0, "x"))
     space = "{http://www.w3.org/2000/svg}"

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 _ROW, _LABEL, _WIDTH = 26, 128, 560
+_LETTER = 7.2  # wider than the mean letter of the page's 13 px font
+_COLOURS = 12
 _Point = tuple[float, float]
 
 
@@ -42,8 +44,13 @@ def _short(value: float) -> str:
 
 
 def colour(place: int) -> str:
-    """CSS colour of the `place`-th method; they repeat after eight."""
-    return f"var(--c{place % 8})"
+    """CSS colour of the `place`-th method; they repeat after twelve."""
+    return f"var(--c{place % _COLOURS})"
+
+
+def label_width(names: Sequence[str]) -> float:
+    """Room for the longest name at the left of bars, at most half of the chart."""
+    return min(max(_LABEL, *(len(name) * _LETTER + 12 for name in names), 0), _WIDTH / 2)
 
 
 def interval_bars(rows: Sequence[tuple[str, int, float, float | None, float | None]], top: float, label: str) -> str:
@@ -53,12 +60,12 @@ def interval_bars(rows: Sequence[tuple[str, int, float, float | None, float | No
         rows: name, number of the colour, value, and the interval's ends where there is one.
         top: largest value on the axis, the same for charts that stand beside each other.
     """
-    marks = ticks(top)
-    plot = _WIDTH - _LABEL - 62
+    marks, left = ticks(top), label_width([name for name, *_ in rows])
+    plot = _WIDTH - left - 62
     height = len(rows) * _ROW + 28
 
     def x(value: float) -> float:
-        return _LABEL + plot * min(value, marks[-1]) / marks[-1]
+        return left + plot * min(value, marks[-1]) / marks[-1]
 
     parts = []
     for mark in marks:
@@ -66,7 +73,7 @@ def interval_bars(rows: Sequence[tuple[str, int, float, float | None, float | No
         parts.append(_text(_short(mark), x(mark), height - 8, "middle", "small"))
     for place, (name, number, value, low, high) in enumerate(rows):
         y = 6 + place * _ROW
-        bar = _tag("rect", x=_LABEL, y=y + 3, width=x(value) - _LABEL, height=_ROW - 10, rx=2, fill=colour(number))
+        bar = _tag("rect", x=left, y=y + 3, width=x(value) - left, height=_ROW - 10, rx=2, fill=colour(number))
         tip = f"{name}: {value:.2f}"
         if low is not None and high is not None:
             middle = y + _ROW / 2 - 2
@@ -75,7 +82,7 @@ def interval_bars(rows: Sequence[tuple[str, int, float, float | None, float | No
             for end in (low, high):
                 bar += _tag("line", x1=x(end), x2=x(end), y1=middle - 4, y2=middle + 4, class_="whisker")
         parts.append(_tag("g", _tag("title", escape(tip)) + bar))
-        parts.append(_text(name, _LABEL - 8, y + 16, "end"))
+        parts.append(_text(name, left - 8, y + 16, "end"))
         parts.append(_text(f"{value:.2f}", max(x(value), x(high or 0)) + 6, y + 16, cls="t num"))
     parts.append(_tag("line", x1=x(1), x2=x(1), y1=2, y2=height - 22, class_="one"))
     return _svg(_WIDTH, height, parts, label)
@@ -85,10 +92,11 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], parts_of: Sequ
     """Horizontal bars of parts that add up; `parts_of` gives their order."""
     top = max((sum(max(values[part], 0.0) for part in parts_of) for _, values in rows), default=1.0)
     marks = ticks(top)
-    plot, height = _WIDTH - _LABEL - 62, len(rows) * _ROW + 28
+    left = label_width([name for name, _ in rows])
+    plot, height = _WIDTH - left - 62, len(rows) * _ROW + 28
 
     def x(value: float) -> float:
-        return _LABEL + plot * value / marks[-1]
+        return left + plot * value / marks[-1]
 
     drawn = []
     for mark in marks:
@@ -102,7 +110,7 @@ def stacked_bars(rows: Sequence[tuple[str, Mapping[str, float]]], parts_of: Sequ
             shape = {"x": x(start), "y": y + 3, "width": x(start + value) - x(start), "height": _ROW - 10}
             drawn.append(_tag("rect", tip, fill=f"var(--p{number})", **shape))
             start += value
-        drawn.append(_text(name, _LABEL - 8, y + 16, "end"))
+        drawn.append(_text(name, left - 8, y + 16, "end"))
         drawn.append(_text(f"{start:.1f}", x(start) + 6, y + 16, cls="t num"))
     return _svg(_WIDTH, height, drawn, f"time by part, {unit}")
 
