@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from transformers import AutoModelForCausalLM
 
 from eagle3_hf import enable_eagle3
+from eagle3_hf.compat import IS_V5
 from eagle3_hf.packing import PackedLinear
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -113,6 +114,7 @@ def test_the_double_finds_what_it_is_for():
             there + torch.arange(3)
 
 
+@pytest.mark.skipif(not IS_V5, reason="4.57 asks autocast about the stand-in's device, which torch refuses")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", [*SHAPES, "drawn"])
 def test_a_draft_on_another_device(shape, batch):

@@ -136,6 +136,7 @@ def test_broken_and_mixed_files_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": ')
     with pytest.raises(ValueError, match="can't be loaded"):
         list(read_conversations(str(tmp_path / "a.jsonl")))
+    (tmp_path / "a.jsonl").write_text('{"prompt": "hi"}\n')
     (tmp_path / "b.csv").write_text("prompt\nhi\n")
     with pytest.raises(ValueError, match=r"\.csv, \.jsonl files mixed"):
         list(read_conversations(str(tmp_path)))

@@ -99,7 +99,7 @@ def test_the_target_in_the_loop_gives_the_same_run(folder, tmp_path):
     assert (first["fc.weight"] - start["fc.weight"]).abs().max() > 1e-4
     for other in others:
         for name, tensor in first.items():
-            torch.testing.assert_close(other[name], tensor, atol=1e-6, rtol=0, msg=name)
+            torch.testing.assert_close(other[name], tensor, atol=5e-6, rtol=0, msg=name)
 
 
 def test_an_ordinary_small_model_learns(folder, tmp_path):
