@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import random
 import signal
 import tracemalloc
@@ -103,7 +104,7 @@ def growth(call: Callable[[int], None], calls: int = 10, windows: int = 2, warm:
     finally:
         tracemalloc.stop()
     names = ("objects", "tensor bytes", "python bytes", "resident bytes")
-    grown = [[after - before for before, after in zip(*pair)] for pair in zip(measured, measured[1:])]
+    grown = [[after - before for before, after in zip(*pair)] for pair in itertools.pairwise(measured)]
     return {name: min(values) for name, values in zip(names, zip(*grown))}
 
 
