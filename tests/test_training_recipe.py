@@ -26,7 +26,7 @@ def test_every_recipe_is_found():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.parent.name)
 def test_dry_run_of_each_recipe(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable was read at import
     recipe = load_recipe(path)
     if recipe.target.model == "smollm2":
         recipe.target.model = "not/here"  # the config comes from `model_type`, as where there is no network
@@ -42,7 +42,7 @@ def test_dry_run_of_each_recipe(path, tmp_path, monkeypatch):
 
 
 def test_dry_run_needs_a_config_or_a_model_type(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the variable was read at import
     with pytest.raises(ValueError, match=r"target\.model_type doesn't say"):
         shrunk_config(parse_recipe({"target": {"model": "no/such-model"}}))
 
