@@ -160,6 +160,16 @@ def _paddings(past: SpeculativeCache, mask: Any) -> list[int]:
     return (mask.shape[1] - mask.long().sum(dim=1)).tolist()
 
 
+def size_differences(config: Any, text: Any) -> list[tuple[str, int, int]]:
+    """Where a draft's config and a target's text config differ: what, the size it was made for, the target's size."""
+    pairs = (
+        ("hidden size", config.target_hidden_size, text.hidden_size),
+        ("vocabulary", config.vocab_size, text.vocab_size),
+        ("number of layers", config.target_num_hidden_layers, text.num_hidden_layers),
+    )
+    return [(what, made_for, has) for what, made_for, has in pairs if made_for is not None and made_for != has]
+
+
 def check_draft_fits(target: Any, draft: Eagle3DraftModel) -> tuple[int, ...]:
     """Check that `draft` was made for `target` and settle the aux ids.
 
@@ -170,17 +180,11 @@ def check_draft_fits(target: Any, draft: Eagle3DraftModel) -> tuple[int, ...]:
         ValueError: sizes differ; the message names both numbers.
     """
     config, text = draft.config, text_config(target)
-    pairs = (
-        ("hidden size", config.target_hidden_size, text.hidden_size),
-        ("vocabulary", config.vocab_size, text.vocab_size),
-        ("number of layers", config.target_num_hidden_layers, text.num_hidden_layers),
-    )
-    for what, made_for, has in pairs:
-        if made_for is not None and made_for != has:
-            raise ValueError(
-                f"this draft doesn't fit {type(target).__name__}: it was made for a target with {what} {made_for}, "
-                f"the target's {what} is {has}"
-            )
+    for what, made_for, has in size_differences(config, text):
+        raise ValueError(
+            f"this draft doesn't fit {type(target).__name__}: it was made for a target with {what} {made_for}, "
+            f"the target's {what} is {has}"
+        )
     if target._eagle3_aux_layers is None and config.aux_hidden_state_layers is None and not config.use_aux_hidden_state:
         ids: tuple[int, ...] = (FINAL_STATE,)
     elif target._eagle3_aux_layers is not None or config.aux_hidden_state_layers is None:

@@ -14,6 +14,7 @@ from ..aux_layers import check_aux_layers, default_aux_layers, find_decoder, tex
 from ..configuration_eagle3 import Eagle3Config
 from ..draft_layers import Eagle3DecoderLayer
 from ..modeling_eagle3 import Eagle3DraftModel
+from ..target import size_differences
 from .recipe import DraftSection
 
 logger = logging.getLogger(__name__)
@@ -251,16 +252,8 @@ def _existing(target: Any, section: DraftSection, aux_layers: Sequence[int] | No
 
     draft = Eagle3DraftModel.from_pretrained(resolve_model(section.initialise), target=target, dtype=torch.float32)
     config, text = draft.config, text_config(target)
-    pairs = (
-        ("hidden size", config.target_hidden_size, text.hidden_size),
-        ("vocabulary", config.vocab_size, text.vocab_size),
-        ("number of layers", config.target_num_hidden_layers, text.num_hidden_layers),
-    )
-    for what, made_for, has in pairs:
-        if made_for is not None and made_for != has:
-            raise ValueError(
-                f"draft.initialise {section.initialise}: made for {what} {made_for}, the target's is {has}"
-            )
+    for what, expected, found in size_differences(config, text):
+        raise ValueError(f"draft.initialise {section.initialise}: made for {what} {expected}, the target's is {found}")
     given = {
         one.name: getattr(section, one.name)
         for one in dataclasses.fields(section)
