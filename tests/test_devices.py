@@ -143,6 +143,10 @@ def accelerated(how: str, folder: Path) -> Any:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of("llama")).eval()
     model.generation_config.eos_token_id = None
+    if how == "all in memory":
+        return accelerate.cpu_offload(model, execution_device="cpu")
+    if how == "all on disk":
+        return accelerate.disk_offload(model, str(folder), execution_device="cpu")
     names = ["model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"]
     places = dict.fromkeys([*names, *(f"model.layers.{i}" for i in range(4))], "cpu")
     if how == "on disk":
@@ -150,17 +154,18 @@ def accelerated(how: str, folder: Path) -> Any:
     return accelerate.dispatch_model(model, places, main_device="cpu", force_hooks=True, offload_dir=str(folder))
 
 
-@pytest.mark.parametrize("how", ["dispatched", "on disk"])
+@pytest.mark.parametrize("how", ["dispatched", "on disk", "all in memory", "all on disk"])
 def test_targets_under_accelerates_hooks(how, tmp_path):
     target = enable_eagle3(accelerated(how, tmp_path))
     assert any(hasattr(module, "_hf_hook") for module in target.modules())
     # Offloaded weights aren't here between forwards, and a packed copy would keep them.
     packed = [isinstance(layer.mlp.up_proj, PackedLinear) for layer in target.model.layers]
-    assert packed == ([True] * 4 if how == "dispatched" else [True, False, False, True])
+    kept = {"dispatched": [True] * 4, "on disk": [True, False, False, True]}
+    assert packed == kept.get(how, [False] * 4)
     draft = make_draft(make_target("llama"))
     for batch, shape in ((1, "chain"), (3, "dynamic")):
         assert assert_same_as_plain(target, draft, prompts(batch, 9), SHAPES[shape]).accepted > 5
-    if how == "on disk":
+    if how != "dispatched":
         assert target.model.layers[1].mlp.up_proj.weight.device.type == "meta"
 
 

@@ -93,7 +93,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         weight = getattr(self.embeddings, "weight", None)
-        device = tokens.device if weight is None else weight.device
+        # An offloaded table is on the meta device until accelerate's hook fetches it, to where the hook says.
+        device = tokens.device if weight is None or weight.device.type == "meta" else weight.device
         return self.embeddings(tokens.to(device)).to(self.draft.device, self.draft.dtype)
 
     def extend(self, features: torch.Tensor, next_tokens: torch.Tensor, counts: list[int]) -> None:

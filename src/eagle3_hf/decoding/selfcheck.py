@@ -65,7 +65,7 @@ def check_target(target: Any, aux_ids: tuple[int, ...], device: torch.device) ->
     for row, logits in enumerate(plain):
         expected = logits[-len(_PATH) :].float()
         off = (found[row, _PATH].float() - expected).pow(2).mean().sqrt() / expected.std()
-        if not off <= (_TOLERANCE if _is_exact(target) else _ROUGH):
+        if not off <= (_TOLERANCE if _is_exact(target, logits.device) else _ROUGH):
             raise ValueError(
                 f"{name} doesn't give draft trees the logits of plain forwards (off by {float(off):.2g} standard "
                 "deviations): it reads attention masks, positions or its cache in a way of its own"
@@ -84,9 +84,9 @@ def _tree_logits(target: Any, aux_ids: tuple[int, ...], texts: list[torch.Tensor
         return verifier.forward(tree, None, None)[0]  # type: ignore[arg-type]
 
 
-def _is_exact(target: Any) -> bool:
+def _is_exact(target: Any, device: torch.device) -> bool:
     """Whether forwards round nothing below float32: no half precision, autocast or quantised weights."""
-    if torch.is_autocast_enabled(target.device.type) or getattr(target, "hf_quantizer", None) is not None:
+    if torch.is_autocast_enabled(device.type) or getattr(target, "hf_quantizer", None) is not None:
         return False
     if any("quant" in type(module).__module__ for module in target.modules()):
         return False
