@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import LlamaConfig
@@ -30,6 +31,23 @@ def cache_argument(forward: Callable) -> str:
 def accepts(forward: Callable, name: str) -> bool:
     """Whether `forward` names the parameter `name` explicitly."""
     return name in _parameters(getattr(forward, "__func__", forward))
+
+
+def step_inputs(model: Any, ids: torch.Tensor, kwargs: dict[str, Any], first: bool) -> dict[str, Any]:
+    """What plain `generate()` gives to a model's forward: of the whole text (`first`), or of the last token.
+
+    Args:
+        model: the model.
+        ids: int64 `[batch, columns]`, left-padded.
+        kwargs: model inputs as `generate()` keeps them; 4.57's `cache_position` is added to them at the first step.
+        first: whether nothing was run yet.
+    """
+    if hasattr(model, "_get_initial_cache_position"):  # 4.57
+        if first:
+            model._get_initial_cache_position(ids.shape[1], ids.device, kwargs)
+        return model.prepare_inputs_for_generation(ids, **kwargs)
+    new = None if first else 1
+    return model.prepare_inputs_for_generation(ids, next_sequence_length=new, is_first_iteration=first, **kwargs)
 
 
 def normalise_rope(config: dict[str, Any]) -> dict[str, Any]:

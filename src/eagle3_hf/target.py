@@ -11,12 +11,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, LogitsProcessorList, PreTrainedModel
 
 from .aux_layers import FINAL_STATE, AuxCapture, check_aux_layers, default_aux_layers, find_decoder, text_config
 from .compat import accepts, cache_argument
-from .decoding.arguments import refuse_media, settle_fields
+from .decoding.arguments import settle_fields
 from .decoding.cache import SpeculativeCache
+from .decoding.kept import refuse_other_kinds
+from .decoding.multimodal import refuse_media
 from .decoding.options import DraftingOptions
 from .decoding.statistics import SpeculationStats
 from .modeling_eagle3 import Eagle3DraftModel
@@ -40,6 +42,7 @@ class Eagle3TargetMixin:
     _eagle3_aux_layers: tuple[int, ...] | None
     _eagle3_packed: bool
     _eagle3_checked: Any
+    _eagle3_media_checked: set
     speculation_stats: SpeculationStats | None
 
     def set_aux_hidden_state_layers(self, layers: Iterable[int] | None) -> None:
@@ -87,8 +90,12 @@ class Eagle3TargetMixin:
             if custom_generate is not None:
                 raise ValueError("custom_generate takes the place of an EAGLE-3 draft's loop: give one of them")
             if kwargs.get("assistant_tokenizer") is not None:
-                raise ValueError("assistant_tokenizer: an EAGLE-3 draft has its target's vocabulary and needs none")
-            refuse_media(kwargs)
+                raise ValueError(
+                    "assistant_tokenizer: an EAGLE-3 draft has its target's vocabulary and needs none. A pipeline asks "
+                    "for one where draft.config lacks the target's bos_token_id, eos_token_id and pad_token_id: set "
+                    "them, or give assistant_model when calling the pipeline"
+                )
+            refuse_media(self, kwargs)
             kwargs["_eagle3_draft"] = True
         return super()._extract_generation_mode_kwargs(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
 
@@ -112,7 +119,18 @@ class Eagle3TargetMixin:
         past = model_kwargs.get(name)
         if isinstance(past, SpeculativeCache) and not getattr(generation_config, "_eagle3_draft", False):
             model_kwargs[name] = past.to_dynamic_cache(_paddings(past, model_kwargs.get("attention_mask")))
+        elif past is not None and getattr(generation_config, "_eagle3_draft", False):
+            refuse_other_kinds(past)
         return super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+
+    def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict) -> torch.Tensor:
+        # Only 5.x has this step. A model that takes a text's image positions from its last prompt may have had other
+        # prompts since; a speculative cache remembers its own.
+        past = model_kwargs.get(cache_argument(type(self).forward))  # type: ignore[attr-defined]
+        if not isinstance(past, SpeculativeCache) or past.kept is None or past.kept.offsets is None:
+            return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+        counted = GenerationMixin._prepare_position_ids_for_generation(self, inputs_tensor, model_kwargs)
+        return counted[None] + torch.tensor(past.kept.offsets, device=counted.device)[:, None]
 
     def _validate_generation_mode(self, generation_mode: Any, generation_config: Any, mode_kwargs: dict) -> None:
         draft = mode_kwargs.get("assistant_model")
@@ -120,7 +138,7 @@ class Eagle3TargetMixin:
             if getattr(generation_config, "_eagle3_drafting", None):
                 own = sorted(set(generation_config._eagle3_drafting) & set(DraftingOptions.own_names()))
                 if own:
-                    raise ValueError(f"{own} need assistant_model to be an Eagle3DraftModel")
+                    raise ValueError(f"{own} need assistant_model to be an Eagle3DraftModel, got {type(draft).__name__}")
             return super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
         check_draft_fits(self, draft)
         # transformers refuses num_return_sequences > 1 in assisted generation; our loop takes any batch.
@@ -148,7 +166,9 @@ class Eagle3TargetMixin:
             return super()._assisted_decoding(input_ids, *args, **kwargs)
         from .decoding.loop import speculate
 
-        return speculate(self, input_ids, *args, **kwargs)
+        # What lasts longer than the call (the cache above all) must be of use outside inference mode too.
+        with torch.inference_mode(False), torch.no_grad():
+            return speculate(self, input_ids, *args, **kwargs)
 
 
 def _paddings(past: SpeculativeCache, mask: Any) -> list[int]:
@@ -241,7 +261,10 @@ def _speculating_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]
     parameters.insert(at, added)
     forward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     body = {"forward": forward, "__module__": original.__module__, "_eagle3_original_class": original}
-    return type(f"Eagle3{original.__name__}", (Eagle3TargetMixin, original), body)
+    made = type(original.__name__, (Eagle3TargetMixin, original), body)
+    # The plain name stays the original's: transformers' pipelines look supported models up by it.
+    made.__qualname__ = f"Eagle3{original.__qualname__}"
+    return made
 
 
 def _bare_instance(original: type[PreTrainedModel]) -> Any:
@@ -284,6 +307,7 @@ def enable_eagle3(
     target._eagle3_layers_attribute = layers_attribute
     target.speculation_stats = None
     target._eagle3_checked = None
+    target._eagle3_media_checked = set()
     target.set_aux_hidden_state_layers(aux_hidden_state_layers)
     if pack is None:
         pack = target.device.type == "cpu" and not target.training
@@ -308,6 +332,7 @@ def disable_eagle3(model: Any) -> PreTrainedModel:
         "_eagle3_aux_layers",
         "_eagle3_packed",
         "_eagle3_checked",
+        "_eagle3_media_checked",
         "speculation_stats",
     ):
         model.__dict__.pop(name, None)

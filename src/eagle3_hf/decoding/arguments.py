@@ -8,6 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..aux_layers import text_config
+from .multimodal import media_inputs
 
 _ANOTHER = "it chooses another way of decoding"
 # Field: values that mean nothing is asked for, and why anything else is refused.
@@ -58,24 +59,6 @@ def settle_fields(config: Any) -> None:
     config._eagle3_draft = True
 
 
-def refuse_media(kwargs: dict[str, Any]) -> None:
-    """Refuse the inputs of vision and audio encoders before these run; texts alone are fine.
-
-    Args:
-        kwargs: model inputs given to `generate()`.
-
-    Raises:
-        ValueError: images, videos or audio, each input by name.
-    """
-    kinds = ("pixel_", "image_", "video_", "input_features", "mm_encoder_outputs")
-    named = sorted(name for name, value in kwargs.items() if name.startswith(kinds) and value is not None)
-    if named:
-        raise ValueError(
-            f"not supported with an EAGLE-3 draft: {', '.join(named)} (the text decoder speculates on texts alone). "
-            "Generate without assistant_model."
-        )
-
-
 def refuse_inputs(
     target: Any, input_ids: torch.Tensor, config: GenerationConfig, streamer: Any, kwargs: dict[str, Any]
 ) -> None:
@@ -97,7 +80,7 @@ def refuse_inputs(
     known = {
         "attention_mask", "position_ids", "past_key_values", "cache", "use_cache", "logits_to_keep", "cache_position",
         "inputs_tensor", "tokenizer", "inputs_embeds", "cache_params", "output_attentions",
-        "output_hidden_states",
+        "output_hidden_states", *media_inputs(target),
     }  # fmt: skip
     # transformers 5.2x gives vision-language models an empty `mm_encoder_outputs` for a text without images.
     named += sorted(name for name, value in kwargs.items() if name not in known and value is not None and value != {})
@@ -115,7 +98,7 @@ def refuse_inputs(
 
 def _has_own_positions(input_ids: torch.Tensor, kwargs: dict) -> bool:
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if positions is None:
+    if positions is None or positions.dim() != 2:  # those on several axes are the model's
         return False
     real = torch.ones_like(input_ids) if mask is None else mask
     return bool(((positions != real.long().cumsum(-1) - 1) & real.bool()).any())

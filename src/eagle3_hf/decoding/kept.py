@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import SpeculativeCache
+from .multimodal import model_offsets
+
+logger = logging.getLogger(__name__)
 
 
 class Origin:
@@ -54,14 +58,21 @@ class KeptText:
         texts: int64 `[n + 1]` for each row: the token whose keys and values come next, too.
         draft: as many tokens in the draft's memory, or `None` if it has none.
         origin: the target.
+        offsets: how far each row's positions are ahead of counting, as multimodal RoPE has them behind images; `None`
+            for nowhere.
+        media_ends: tokens of each row up to its last image, below which it can't be cut; `None` for no images.
     """
 
     texts: list[torch.Tensor]
     draft: DraftMemory | None
     origin: Origin
+    offsets: list[int] | None = None
+    media_ends: list[int] | None = None
 
     def select_rows(self, rows: list[int]) -> None:
         self.texts = [self.texts[row] for row in rows]
+        self.offsets = self.offsets and [self.offsets[row] for row in rows]
+        self.media_ends = self.media_ends and [self.media_ends[row] for row in rows]
         if self.draft is not None:
             self.draft.cache.select_rows(rows)
             self.draft.offsets = [self.draft.offsets[row] for row in rows]
@@ -105,9 +116,9 @@ def resume(
     lengths = [input_ids.shape[1] - pad for pad in pads]
     if not isinstance(past, SpeculativeCache):
         past = _from_dynamic(past, pads, num_layers)
-        past.kept = KeptText(
-            [ids[pad : pad + have + 1] for ids, pad, have in zip(input_ids, pads, past.lengths)], None, Origin(target)
-        )
+        texts = [ids[pad : pad + have + 1] for ids, pad, have in zip(input_ids, pads, past.lengths)]
+        # As in plain generation, positions behind images are what the model remembers of its last prompt.
+        past.kept = KeptText(texts, None, Origin(target), model_offsets(target, pads))
     kept = past.kept
     if len(past.layers) != num_layers or (kept is not None and kept.origin.is_other(target)):
         raise ValueError("past_key_values is another model's: pass the one that this target's generate() returned")
@@ -135,6 +146,12 @@ def resume(
     if kept.draft is not None:
         # The token behind the cached ones (an EOS, say) may have been replaced, and the draft's last slot has read it.
         past.shorten([min(have, same - 1) for same, have in zip(shared, past.lengths)])
+    for row, (have, end) in enumerate(zip(past.lengths, kept.media_ends or [])):
+        if have < end:
+            raise ValueError(
+                f"past_key_values holds {have} tokens of row {row}, whose images end at token {end}: it can't go on "
+                "from before or inside an image. Run the whole text again, without past_key_values"
+            )
     return past, kept
 
 
@@ -153,8 +170,14 @@ def draft_memory(kept: KeptText, draft: Any, aux_ids: tuple[int, ...]) -> DraftM
     return memory
 
 
-def _from_dynamic(past: Any, pads: list[int], num_layers: int) -> SpeculativeCache:
-    """A copy of a `DynamicCache`, each row's padding left out."""
+def refuse_other_kinds(past: Any) -> None:
+    """Check that a call with a draft can start from this `past_key_values`, which may be empty.
+
+    Raises:
+        ValueError: it is neither a `SpeculativeCache` nor a plain `DynamicCache`.
+    """
+    if isinstance(past, SpeculativeCache):
+        return
     kinds = {type(layer).__name__ for layer in getattr(past, "layers", [None])}
     # Other kinds (static, quantised, offloaded) hold their keys in forms of their own.
     if not isinstance(past, Cache) or kinds - {"DynamicLayer", "DynamicSlidingWindowLayer"}:
@@ -165,6 +188,15 @@ def _from_dynamic(past: Any, pads: list[int], num_layers: int) -> SpeculativeCac
         )
     if getattr(past, "offloading", False) or type(past) is not DynamicCache:
         raise ValueError(f"past_key_values must be a DynamicCache that isn't offloaded, got {type(past).__name__}")
+    if not past.get_seq_length():
+        logger.warning(
+            "an empty DynamicCache as past_key_values stays empty with a draft: to go on from this call, pass what it "
+            "returns with return_dict_in_generate=True"
+        )
+
+
+def _from_dynamic(past: Any, pads: list[int], num_layers: int) -> SpeculativeCache:
+    """A copy of a `DynamicCache`, each row's padding left out."""
     columns = past.get_seq_length()
     made = SpeculativeCache(len(past.layers) if past.layers else num_layers)
     if not columns:

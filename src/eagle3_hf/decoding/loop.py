@@ -15,6 +15,7 @@ from ..aux_layers import text_config
 from ..compat import rope_switch
 from ..modeling_eagle3 import Eagle3DraftModel
 from ..packing import pack_linears
+from . import multimodal
 from .arguments import refuse_inputs
 from .candidate_generator import Eagle3CandidateGenerator
 from .exact import MarginCheck
@@ -135,6 +136,9 @@ class _Session:
         )
         self.cache = self.memory.cache
         self.verifier = Verifier(target, self.cache, logits_processor, batch, aux_ids, bool(config.do_sample))
+        if self.memory.offsets is not None:
+            self.verifier.offsets = torch.tensor([self.memory.offsets], device=input_ids.device)
+        self.inputs = model_kwargs
         cached = self.cache.lengths or [0] * batch
         self.recorder = StepRecorder(config, self.rows.pads.tolist(), self.rows.width, cached)
         self.verifier.wanted = self.recorder.forward_options
@@ -186,7 +190,11 @@ class _Session:
         begin = time.perf_counter()
         rows = self.rows
         ids, lengths = rows.right_padded(self.cache.lengths)
-        last, features = self.verifier.prefill(ids, lengths)
+        if not any(self.cache.lengths) and multimodal.runs_own_prompt(self.target, self.inputs):
+            last, features = multimodal.prefill(self.verifier, rows, self.inputs)
+            self.memory.offsets = multimodal.text_offsets(self.verifier)
+        else:
+            last, features = self.verifier.prefill(ids, lengths, rows)
         self.recorder.add_prefill(self.verifier.states, lengths)
         raw, scores, tokens = self.verifier.choose(last[:, None], None, rows)
         counts = torch.ones(len(lengths), dtype=torch.long, device=tokens.device)
@@ -220,11 +228,14 @@ class _Session:
         rows, process = self.rows, self.verifier.process
         rows.write(drafted)
         columns = rows.columns + drafted.shape[1]
-        scores = process(logits[:, None].to(rows.device), None, rows.ids, columns, rows.original)[:, 0]
+        node = logits[:, None].to(rows.device)
+        processed, void = process(node, None, rows.ids, columns, rows.original, drafted=drafted.shape[1] > 0)
+        scores = processed[:, 0]
         if not self.config.do_sample:
             return scores.argmax(dim=-1), None
         # A row in which the processors left none of the draft's tokens has no q, and gets a token that counts as none.
         q = scores.softmax(dim=-1).nan_to_num(0.0)
+        q = q if void is None else q.masked_fill(void, 0.0)
         return torch.multinomial(torch.where(q.sum(dim=-1, keepdim=True) > 0, q, 1.0), 1)[:, 0], q
 
     def _round(self) -> None:

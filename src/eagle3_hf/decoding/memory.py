@@ -8,6 +8,7 @@ from ..aux_layers import text_config
 from .cache import SpeculativeCache
 from .candidate_generator import Eagle3CandidateGenerator
 from .kept import DraftMemory, KeptText, Origin, draft_memory, resume
+from .multimodal import placeholder_ends, refuse_types_after
 from .rows import Rows
 
 
@@ -20,6 +21,9 @@ class Memory:
         target, draft, aux_ids: who reads and writes.
         slots: most slots a row may take in this call.
         returned: whether the call hands its cache out.
+
+    Attributes:
+        offsets: how far each row's positions are ahead of counting, `None` for nowhere.
 
     Raises:
         ValueError: a `past_key_values` that doesn't go with the rest.
@@ -47,6 +51,8 @@ class Memory:
         self.cache.max_length = max(slots, self.cache.longest)
         self._before = list(self.cache.lengths)
         self._made_with = (aux_ids, Origin(draft))
+        self.offsets, self._target, self._inputs = self._kept.offsets, target, model_kwargs
+        refuse_types_after(model_kwargs, self._before, rows.pads.tolist())
 
     def lend(self, generator: Eagle3CandidateGenerator) -> None:
         """Give the draft what it remembers; until `keep()` or `roll_back()` the cache is detached from its text."""
@@ -73,7 +79,11 @@ class Memory:
         aux_ids, origin = self._made_with
         self.cache.max_length = None
         draft = DraftMemory(generator.cache, offsets, aux_ids, origin)
-        self.cache.kept = KeptText(rows.texts(), draft, self._kept.origin)
+        self.cache.kept = KeptText(rows.texts(), draft, self._kept.origin, self.offsets, self._media_ends(rows))
+
+    def _media_ends(self, rows: Rows) -> list[int] | None:
+        before, now = self._kept.media_ends, placeholder_ends(self._target, self._inputs, rows)
+        return [max(pair) for pair in zip(before, now)] if before and now else now or before
 
     def roll_back(self) -> None:
         """After an error: the cache holds again what it held before. Slots below a row's length are never written."""

@@ -74,6 +74,10 @@ class Rows:
         """int64 `[rows]`: tokens of each row's text, padding not counted."""
         return self.columns - self.pads
 
+    def prompt_lengths(self) -> np.ndarray:
+        """int64 `[batch]`: tokens of each prompt of the call, padding not counted."""
+        return self.width - self._all_pads
+
     def ends(self) -> torch.Tensor:
         """`columns` on the texts' device; brought there once a round."""
         if self._ends is None:

@@ -45,29 +45,40 @@ class Verifier:
         self.aux_ids = aux_ids
         self.cache_argument = cache_argument(type(target).forward)
         self.keeps_logits = accepts(type(target).forward, "logits_to_keep")
+        self.fixed = {"use_cache": True, "return_dict": True}
+        if accepts(type(target).forward, "output_router_logits"):
+            # Where a config asks for it, the model computes a loss from them, for which it wants another mask.
+            self.fixed["output_router_logits"] = False
         self.wanted: dict[str, bool] = {}  # more that forwards are to return, and then
         self.states: Any = None  # the last forward's output
+        # What a prompt with images adds to the positions of later text, int64 `[axes, rows of the call]`.
+        self.offsets: torch.Tensor | None = None
 
-    def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, inputs: dict[str, Any]) -> tuple[Any, torch.Tensor]:
+        """A forward with these inputs: what the model returns, and features `[batch, width, n_aux * hidden]`."""
         with self.target.capture_aux_hidden_states(self.aux_ids) as capture:
-            out = self.target(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                use_cache=True,
-                return_dict=True,
-                **{self.cache_argument: self.cache},
-                **self.wanted,
-                **kwargs,
-            )
+            out = self.target(**inputs | self.wanted | self.fixed)
+        for name in (option.removeprefix("output_") for option in self.wanted):
+            if getattr(out, name, None) is None:  # Qwen3-VL of transformers 4.57
+                raise ValueError(f"output_{name}: {self.target._eagle3_original_class.__name__} returns no {name}")
         self.states = out if self.wanted else None
         states = capture.take()
         device = states[-1].device
-        return out.logits, torch.cat([state.to(device) for state in states], dim=-1)
+        return out, torch.cat([state.to(device) for state in states], dim=-1)
 
-    def prefill(self, ids: torch.Tensor, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_text(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: Any, rows: Rows | None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.offsets is not None and rows is not None:
+            shift = self.offsets[:, torch.tensor(rows.original, device=self.offsets.device)]
+            positions = (positions + shift[..., None].to(positions.device)).squeeze(0)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": mask, self.cache_argument: self.cache}
+        out, features = self.run(inputs | kwargs)
+        return out.logits, features
+
+    def prefill(
+        self, ids: torch.Tensor, lengths: list[int], rows: Rows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run right-padded prompts `[batch, width]`, after what the cache holds of each row already.
 
         Where it holds nothing, causality alone keeps padding out of sight, since it comes last; its keys and values
@@ -99,7 +110,7 @@ class Verifier:
         ends = torch.tensor([length - 1 for length in lengths], device=ids.device)
         distinct, place = ends.unique(return_inverse=True)
         kwargs = {"logits_to_keep": distinct} if self.keeps_logits else {}
-        logits, features = self._run(ids, positions, mask, **kwargs)
+        logits, features = self._run_text(ids, positions, mask, rows, **kwargs)
         row = torch.arange(batch, device=logits.device)
         last = logits[row, (place if self.keeps_logits else ends).to(logits.device)]
         self.cache.set_lengths([have + length for have, length in zip(past, lengths)] if past else lengths)
@@ -135,7 +146,7 @@ class Verifier:
             is_chain = tree is None or tree.is_chain
             visible, keys = visibility(start, self.cache.used, depths, ancestors, is_chain)
             mask = self.masks.build(visible, start[:, None] + depths, keys)
-        return self._run(ids, positions, mask)
+        return self._run_text(ids, positions, mask, rows)
 
     def choose(
         self, logits: torch.Tensor, tree: DraftTree | None, rows: Rows
@@ -144,9 +155,16 @@ class Verifier:
         # float32 as in plain generate(): warpers and softmax run in full precision.
         raw = logits.to(torch.float32, copy=bool(self.process.steps) and logits.dtype == torch.float32)
         raw = raw.to(rows.device)
-        scores = self.process(raw, tree, rows.ids, rows.columns, rows.original)
+        scores, void = self.process(raw, tree, rows.ids, rows.columns, rows.original)
+        if tree is not None and void is not None:
+            tree.counted = ~void if tree.counted is None else tree.counted & ~void
         if tree is not None and tree.draft_probs is not None:
-            return raw, scores, select_sampled(tree, scores.softmax(dim=-1), tree.draft_probs)
+            probs = scores.softmax(dim=-1)
+            # Plain generation's draw from such a root raises this; the rule's own draw would take the first token.
+            torch._assert_async(
+                probs[:, 0].isfinite().all(), "probability tensor contains either `inf`, `nan` or element < 0"
+            )
+            return raw, scores, select_sampled(tree, probs, tree.draft_probs)
         return raw, scores, select_tokens(scores, self.do_sample)
 
     def accept(self, tree: DraftTree | None, selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
