@@ -10,8 +10,11 @@ import numpy as np
 import torch
 import transformers
 from transformers import LogitsProcessorList
+from transformers.utils import logging
 
 from .tree import DraftTree
+
+logger = logging.get_logger(__name__)
 
 # Processors that never look at input_ids: one call serves all nodes.
 _POINTWISE = (
@@ -29,6 +32,8 @@ _POINTWISE = (
     "LogitNormalization",
     "InfNanRemoveLogitsProcessor",
 )
+# Those of them that may drop every token of a row; the others always leave one.
+_EMPTYING = ("SuppressTokensLogitsProcessor",)
 # Processors that treat every row of input_ids by itself: nodes of equal prefix length share a call.
 _ROWWISE = (
     "RepetitionPenaltyLogitsProcessor",
@@ -66,6 +71,10 @@ def _for_rows(processor: Any, places: list[int]) -> Any:
 class NodeProcessor:
     """Applies a `LogitsProcessorList` to the logits of all nodes at once.
 
+    Plain generation only asks processors about texts that come about. A drafted one may be none that a constraint
+    allows, or one that has ended: a processor may drop all tokens after it, or raise. Such a node is *void* and mustn't
+    be accepted. If its text does come about, it is the next round's root, and then what the processor does counts.
+
     Args:
         processors: as `generate()` prepared them.
         batch_size: rows of the original call; processors of unknown classes see that many rows, each in its place.
@@ -83,12 +92,20 @@ class NodeProcessor:
         pointwise, rowwise = set(_classes(_POINTWISE)), set(_classes(_ROWWISE))
         # Exact classes: a subclass may do anything.
         self.steps = [(p, type(p) in pointwise, type(p) in rowwise) for p in processors]
+        emptying = set(_classes(_EMPTYING))
+        self.may_empty = [type(p) not in pointwise or type(p) in emptying for p in processors]
         self.batch_size = batch_size
         self.needs_prefix = any(not pointwise for _, pointwise, _ in self.steps)
 
     def __call__(
-        self, scores: torch.Tensor, tree: DraftTree | None, ids: torch.Tensor, lengths: np.ndarray, rows: np.ndarray
-    ) -> torch.Tensor:
+        self,
+        scores: torch.Tensor,
+        tree: DraftTree | None,
+        ids: torch.Tensor,
+        lengths: np.ndarray,
+        rows: np.ndarray,
+        drafted: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Process node logits.
 
         Args:
@@ -97,31 +114,45 @@ class NodeProcessor:
             ids: int64 `[batch, width]`, left-padded text as plain `generate()` would hold it.
             lengths: int64 `[batch]`, columns of `ids` in use in each row (the last one is the root).
             rows: int64 `[batch]`, place of each row in the original batch.
+            drafted: `ids` end with draft tokens, so that the roots may be void too.
 
         Returns:
-            float32 `[batch, nodes, vocab]`.
+            float32 `[batch, nodes, vocab]`, all zeros for void nodes, and which nodes are void, bool `[batch, nodes]`;
+            `None` where none can be.
         """
         if not self.steps:
-            return scores
+            return scores, None
         batch, nodes, vocab = scores.shape
         groups = self._groups(tree, ids, lengths) if self.needs_prefix else []
         flat = scores.reshape(batch * nodes, vocab)
-        for processor, pointwise, rowwise in self.steps:
+        void = guesses = None
+        if nodes > 1 or drafted:
+            guesses = (torch.arange(nodes, device=flat.device) >= (not drafted)).repeat(batch)
+            void = torch.zeros_like(guesses)
+        for step, (processor, pointwise, rowwise) in enumerate(self.steps):
             if pointwise:
                 flat = processor(ids.new_zeros(batch * nodes, 1), flat)
-                continue
-            out = torch.empty_like(flat)
-            for members, prefix in groups:
-                places = rows[members // nodes].tolist()
-                index = torch.tensor(members, device=flat.device)
-                if hasattr(processor, "process_rows"):
-                    out[index] = processor.process_rows(prefix, flat[index], places)
-                elif rowwise:
-                    out[index] = _for_rows(processor, places)(prefix, flat[index])
-                else:
-                    self._one_by_one(processor, members.tolist(), places, prefix, flat, out)
-            flat = out
-        return flat.view(batch, nodes, vocab)
+            else:
+                out = torch.empty_like(flat)
+                for members, prefix in groups:
+                    places = rows[members // nodes].tolist()
+                    index = torch.tensor(members, device=flat.device)
+                    if hasattr(processor, "process_rows"):
+                        out[index] = processor.process_rows(prefix, flat[index], places)
+                    elif rowwise:
+                        out[index] = _for_rows(processor, places)(prefix, flat[index])
+                    else:
+                        guessed = (drafted | (members % nodes > 0)).tolist()
+                        self._one_by_one(processor, members.tolist(), places, prefix, guessed, flat, out)
+                flat = out
+            if guesses is not None and void is not None and (self.may_empty[step] or step == len(self.steps) - 1):
+                # At once, not at the end: some warpers refuse a row in which nothing is left.
+                empty = guesses & ~flat.amax(dim=-1).isfinite()
+                void, flat = void | empty, flat.masked_fill(empty[:, None], 0.0)
+        if void is not None:
+            void = void.view(batch, nodes)
+            flat = flat.masked_fill(void.view(-1, 1), 0.0)
+        return flat.view(batch, nodes, vocab), void
 
     def _one_by_one(
         self,
@@ -129,14 +160,22 @@ class NodeProcessor:
         members: list[int],
         places: list[int],
         prefix: torch.Tensor,
+        guessed: list[bool],
         flat: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
         # A user's processor may use the row number (prefix_allowed_tokens_fn does), so a node's prefix stands in
         # its row of a batch of the original size. What it does with a batch isn't known: a call for each node.
-        for at, place, text in zip(members, places, prefix):
+        for at, place, text, guess in zip(members, places, prefix, guessed):
             batch_ids = text.expand(self.batch_size, -1)
-            out[at] = processor(batch_ids, flat[at].expand(self.batch_size, -1).clone())[place]
+            try:
+                out[at] = processor(batch_ids, flat[at].expand(self.batch_size, -1).clone())[place]
+            except Exception as error:
+                if not guess:
+                    raise
+                # Not the text's fault? Then it's raised at the next root.
+                logger.debug("%s on a drafted text: %s", type(processor).__name__, error)
+                out[at] = float("-inf")
 
     def _groups(
         self, tree: DraftTree | None, ids: torch.Tensor, lengths: np.ndarray
