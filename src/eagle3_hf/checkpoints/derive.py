@@ -272,7 +272,11 @@ def _rope(made: Derived, fields: dict[str, Any]) -> dict[str, Any]:
             rope.pop(key, None)
         if rope["rope_type"] == "mrope":
             rope["rope_type"] = "default"
-        made.warnings.append("the draft has multimodal RoPE: it is run as plain RoPE, which is the same on text")
+        # Its positions are counted, behind images too: the target's several axes would have to reach every draft step.
+        made.warnings.append(
+            "the draft has multimodal RoPE: it is run as plain RoPE, which is the same on text; behind images its "
+            "positions differ from those it was trained with, and fewer of its tokens may be accepted"
+        )
     known_types = {"default", *ROPE_INIT_FUNCTIONS}
     if rope["rope_type"] not in known_types:
         raise ValueError(f"RoPE of type {rope['rope_type']!r} isn't known, only {', '.join(sorted(known_types))}")

@@ -67,15 +67,15 @@ def refuse_media(target: Any, kwargs: dict[str, Any]) -> None:
         raise ValueError(f"not supported with an EAGLE-3 draft: {', '.join(named)}. Generate without assistant_model.")
     past = kwargs.get("cache", kwargs.get("past_key_values"))
     content = _given(kwargs, _CONTENT)
-    if content and past is not None and past.get_seq_length() > 0:
+    if content and getattr(past, "get_seq_length", int)() > 0:
         raise ValueError(
             f"not supported with an EAGLE-3 draft: {', '.join(content)} together with past_key_values. It holds what "
             "the model made of earlier images; new ones need the whole text again, without past_key_values"
         )
     if kwargs.get("position_ids") is not None and (content or kwargs["position_ids"].dim() != 2):
         raise ValueError(
-            "not supported with an EAGLE-3 draft: position_ids of your own for a prompt with images. Leave them out: "
-            "the model makes them"
+            "not supported with an EAGLE-3 draft: position_ids of your own with images, or on several axes. Leave them "
+            "out: the model makes them"
         )
 
 

@@ -51,10 +51,7 @@ def check_target(target: Any, aux_ids: tuple[int, ...], device: torch.device) ->
     kept = [(m, m.rope_deltas) for m in target.modules() if "rope_deltas" in vars(m)]
     try:
         found = _tree_logits(target, aux_ids, texts, nodes)
-        plain = [
-            target(input_ids=torch.cat((text, node[_PATH]))[None], use_cache=False, return_dict=True).logits[0]
-            for text, node in zip(texts, nodes)
-        ]
+        plain = [_plain_logits(target, torch.cat((text, node[_PATH]))[None]) for text, node in zip(texts, nodes)]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, IndexError, AttributeError, TypeError) as error:
@@ -82,6 +79,12 @@ def _tree_logits(target: Any, aux_ids: tuple[int, ...], texts: list[torch.Tensor
         shape = [torch.tensor([line, line], device=nodes.device) for line in (_PARENTS, _DEPTHS)]
         tree = from_parents(nodes, shape[0], shape[1], 2)
         return verifier.forward(tree, None, None)[0]  # type: ignore[arg-type]
+
+
+def _plain_logits(target: Any, ids: torch.Tensor) -> torch.Tensor:
+    # With a mask, as generate() has it: GLM-4V of 4.57 can't do without.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": True}
+    return target(**inputs).logits[0]
 
 
 def deviation_allowed(target: Any, device: torch.device) -> float:
