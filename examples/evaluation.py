@@ -54,8 +54,7 @@ def main(
     with ResultsWriter(results_file, settings) as writer:
         task = Task(options={"do_sample": False, "max_new_tokens": max_new_tokens})
         harness = Harness(methods, tokenizer, {"mine": PROMPTS}, writer, task)
-        facts = [{"name": method.name, "family": method.family, "depth": method.depth} for method in methods]
-        writer.add_session({"methods": facts})
+        writer.add_session({"methods": [method.facts(models) for method in methods]})
         harness.run()
 
     results = read_results(results_file)

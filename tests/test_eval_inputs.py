@@ -1,10 +1,7 @@
-"""What goes in and what is kept: datasets, column maps, methods, the results file."""
+"""What goes in: datasets, column maps, methods."""
 
-import errno
+import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ import pytest
 from eagle3_hf.evaluation import methods
 from eagle3_hf.evaluation.methods import Method, Models, load_plugin, make_methods, register
 from eagle3_hf.evaluation.prompts import Prompt, load_prompts, parse_columns, pick
-from eagle3_hf.evaluation.results import ResultsWriter, read_results
 
 PROMPT_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "prompts"
 
@@ -36,6 +32,44 @@ def test_other_columns_are_mapped(tmp_path):
     talk = tmp_path / "c.jsonl"
     talk.write_text('{"talk": ["a", "b"]}\n')
     assert load_prompts(str(talk), None, {"turns": "talk"})[0].turns == ("a", "b")
+
+
+SEPARATORS = "a\u2028b\x0cc\x85d"  # what str.splitlines() would split at
+
+
+def test_a_text_may_hold_any_separator_and_be_long(tmp_path):
+    lines, table = tmp_path / "a.jsonl", tmp_path / "b.CSV"
+    lines.write_text(json.dumps({"prompt": SEPARATORS}, ensure_ascii=False) + "\n", encoding="utf-8")
+    long = "word " * 40_000
+    table.write_text(f'prompt,category\n{SEPARATORS},x\n"two\nlines",y\n{long},z\n', encoding="utf-8")
+    limit = csv.field_size_limit()
+    assert len(long) > limit
+    assert load_prompts(str(lines))[0].turns == (SEPARATORS,)
+    assert [prompt.turns[0] for prompt in load_prompts(str(table))] == [SEPARATORS, "two\nlines", long]
+    assert csv.field_size_limit() == limit
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", '{"prompt": "é"}\n'), ("a.csv", "prompt\né\n"), ("a.json", '[{"prompt": "é"}]')]
+)
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert load_prompts(str(tmp_path / name))[0].turns == ("é",)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe\x00", ["a.jsonl", "UTF-8"]),
+        (rb'{"prompt": "fine"}' + b"\n" + rb'{"prompt": "\ud800"}', ["a.jsonl", "row 2", "surrogate"]),
+        (rb'{"prompt": "fine", "category": "\ud800"}', ["row 1", "surrogate"]),
+    ],
+)
+def test_bytes_that_are_no_text(tmp_path, content, words):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are what matters
+        load_prompts(str(tmp_path / "a.jsonl"))
+    assert all(word in str(caught.value) for word in words), caught.value
 
 
 @pytest.mark.parametrize("pair", ["prompt", "prompt=", "answer=x", "=x"])
@@ -183,6 +217,9 @@ def test_methods_become_keywords():
         ("assisted", ["--assistant"]),
         ("early-exit:6", ["layers", "6"]),
         ("packed", ["float32"]),
+        ("plain:3", ["plain", "'3'"]),
+        ("packed:3", ["packed", "'3'"]),
+        ("chain:", ["'chain:'", "colon"]),
     ],
 )
 def test_bad_methods(spec, words):
@@ -215,106 +252,42 @@ def test_a_plugin_of_a_few_lines(tmp_path, monkeypatch):
         load_plugin(path)
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("raise TypeError('no way')", ["'mine'", "TypeError", "no way"]),
+        ("return None", ["'mine'", "must return a Method", "None"]),
+        ("return Method('chain 2', models.target, {'num_assistant_tokens': 5})", ["'mine'", "'chain 2'"]),
+    ],
+)
+def test_a_plugin_that_goes_wrong_is_named(tmp_path, monkeypatch, body, words):
+    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+    path = tmp_path / "p.py"
+    path.write_text(
+        "from eagle3_hf.evaluation.methods import Method, register\n\n\n"
+        f'@register("mine", "mine: a test")\ndef mine(models, argument):\n    {body}\n'
+    )
+    load_plugin(path)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are what matters
+        make_methods(["chain:2", "mine"], Models(_Model(), _Model(), _Model()))
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_facts_name_models_instead_of_holding_them():
+    models = Models(_Model(), _Model(), _Model(), _Model())
+    facts = [method.facts(models) for method in make_methods(["static:2", "assisted:7"], models)]
+    assert json.loads(json.dumps(facts)) == facts
+    assert facts[0]["options"] == {"model": "plain"}
+    assert facts[1]["options"] == {"model": "target", "assistant_model": "draft", "tree_paths": [[0], [1]]}
+    assert facts[2]["options"]["assistant_model"] == "assistant"
+    assert facts[2]["options"]["num_assistant_tokens"] == 7
+    other = Method("x", models.target, {"logits_processor": [object()]}).facts(models)
+    assert other["options"]["logits_processor"] == ["object"]  # not its address, another in each run
+
+
 def test_register_keeps_names_apart(monkeypatch):
     monkeypatch.setattr(methods, "_REGISTRY", {})
     register("plain", "plain")(lambda models, argument: Method("plain", models.plain))
     register("x", "x")(lambda models, argument: Method("same", models.plain))
     names = [method.name for method in make_methods(["x", "x:2", "x"], Models(_Model(), _Model()))]
     assert names == ["plain", "same"]
-
-
-def _record(key):
-    return {"kind": "result", "key": key, "value": 0.1 + 0.2}
-
-
-def test_results_are_kept_and_found_again(tmp_path):
-    path = tmp_path / "r.jsonl"
-    with ResultsWriter(path, {"seed": 0, "sizes": (1, 2)}) as writer:
-        writer.add_session({"methods": [{"name": "plain"}]})
-        writer.add(_record("a"))
-    with ResultsWriter(path, {"seed": 0, "sizes": (1, 2)}) as writer:
-        assert writer.find("a") == _record("a")
-        assert writer.find("b") is None
-        writer.add(_record("b"))
-    found = read_results(path)
-    assert [record["key"] for record in found.records] == ["a", "b"]
-    assert found.settings == {"seed": 0, "sizes": [1, 2]}
-    assert list(found.methods()) == ["plain"]
-
-
-def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
-    path = tmp_path / "r.jsonl"
-    with ResultsWriter(path, {}) as writer:
-        writer.add(_record("a"))
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind": "result", "key": "b", "val')
-    assert [record["key"] for record in read_results(path).records] == ["a"]
-    with ResultsWriter(path, {}) as writer:
-        assert path.read_bytes() == whole
-        writer.add(_record("c"))
-    assert [record["key"] for record in read_results(path).records] == ["a", "c"]
-
-
-def test_killed_within_the_first_line(tmp_path):
-    path = tmp_path / "r.jsonl"
-    path.write_text('{"kind": "sett')
-    with pytest.raises(ValueError, match="another --out"):
-        ResultsWriter(path, {})
-
-
-def test_other_settings_are_refused_by_name(tmp_path):
-    path = tmp_path / "r.jsonl"
-    ResultsWriter(path, {"seed": 0, "dtype": "float32"}).close()
-    with pytest.raises(ValueError, match="seed 0, now it is 1"):
-        ResultsWriter(path, {"seed": 1, "dtype": "float32"})
-
-
-@pytest.mark.parametrize("content", ["not json\n", "[1]\n", '{"a": 1}\n', '{"kind": "result", "key": "a"}\n', "text"])
-def test_a_file_of_something_else_is_left_alone(tmp_path, content):
-    path = tmp_path / "r.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"r\.jsonl"):
-        ResultsWriter(path, {})
-    assert path.read_text() == content
-
-
-def test_no_space_left_keeps_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "r.jsonl"
-    with ResultsWriter(path, {}) as writer:
-        writer.add(_record("a"))
-        before, write = path.read_bytes(), os.write
-        calls = []
-
-        def full(file, data):
-            calls.append(len(data))
-            if len(calls) > 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return write(file, data[:10])  # the disk takes a little, then no more
-
-        monkeypatch.setattr(os, "write", full)
-        with pytest.raises(OSError, match="no space left on the disk; the 1 results before are kept"):
-            writer.add(_record("b"))
-        assert len(calls) == 2
-        assert path.read_bytes() == before
-        monkeypatch.undo()
-        writer.add(_record("b"))
-    assert [record["key"] for record in read_results(path).records] == ["a", "b"]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_FSIZE and its signal as Linux has them")
-def test_a_real_limit_of_the_file_size(tmp_path):
-    path = tmp_path / "r.jsonl"
-    code = (
-        "import resource, sys; from pathlib import Path\n"
-        "from eagle3_hf.evaluation.results import ResultsWriter\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
-        "writer = ResultsWriter(Path(sys.argv[1]), {})\n"
-        "try:\n"
-        "    for i in range(99): writer.add({'kind': 'result', 'key': str(i), 'text': 'x' * 100})\n"
-        "except OSError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    kept = len(read_results(path).records)
-    assert 5 < kept < 20
-    assert f"the {kept} results before are kept" in done.stdout
-    assert path.read_bytes().endswith(b"\n")

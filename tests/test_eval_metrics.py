@@ -1,5 +1,6 @@
 """The measures against cases worked out by hand."""
 
+import numpy as np
 import pytest
 
 from eagle3_hf import SpeculationStats
@@ -96,6 +97,8 @@ def test_a_block_that_cannot_be():
         Block((1,), accepted=2, depth=3)
     with pytest.raises(ValueError, match="drafted 0 deep"):
         Block((1, 2), accepted=1)
+    with pytest.raises(ValueError, match="1 draft tokens can't be 2 deep"):
+        Block((1, 2), accepted=1, depth=2, nodes=1)
 
 
 def test_tokens_per_forward_counts_the_prefill():
@@ -112,6 +115,7 @@ def test_cycle_efficiency():
 def test_losslessness():
     assert metrics.losslessness([[1, 2], [3], []], [[1, 2], [4], []]) == 2 / 3
     assert metrics.losslessness([[1, 2]], [[1, 2, 3]]) == 0.0
+    assert metrics.losslessness(np.array([[1, 2], [3, 4]]), np.array([[1, 2], [3, 5]])) == 0.5
     with pytest.raises(ValueError, match="1 outputs against 2"):
         metrics.losslessness([[1]], [[1], [2]])
     with pytest.raises(ValueError, match="no outputs"):
@@ -143,6 +147,8 @@ def test_bootstrap_interval():
         metrics.bootstrap_interval([], mean)
     with pytest.raises(ValueError, match=r"1\.5"):
         metrics.bootstrap_interval(values, mean, confidence=1.5)
+    with pytest.raises(ValueError, match="one draw, got 0"):
+        metrics.bootstrap_interval(values, mean, resamples=0)
 
 
 def test_expected_length_by_depth():
@@ -169,3 +175,5 @@ def test_evaluate_loads_the_modules(tmp_path, monkeypatch):
     slow, fast = {"tokens": 10, "seconds": 4.0}, {"tokens": 10, "seconds": 2.0}
     speed = loaded["speculation_speedup"].compute(predictions=[fast, fast], references=[slow, slow])
     assert speed == {"speedup": 2.0, "low": 2.0, "high": 2.0}
+    alone = loaded["speculation_speedup"].compute(predictions=[fast], references=[slow])
+    assert alone == {"speedup": 2.0, "low": None, "high": None}

@@ -111,6 +111,51 @@ def test_a_result_without_its_plain_one_yet(results):
     assert report.table_row(entry)[1] == "-"
 
 
+def test_a_share_of_nothing_is_none_and_not_zero(results):
+    never = _stats(rounds=2, generated=2, drafted=6, accepted=0, reached=[2, 0, 0], accepted_at=[0, 0, 0])
+    at_once = {"rounds": 0, "generated": 0, "drafted": 0, "accepted": 0}
+    results.records = [
+        *results.records[2:3],
+        _result("two", 0, 0, "chain 3", 4.0, [1], [[1, 0, 0, 0], [1, 0, 3, 3], [1, 0, 3, 3]], never),
+        _result("two", 0, 0, "lookup | 2", 3.0, [1], [[1, 0, 0, 0]]),  # the first token was EOS
+        _result("two", 0, 0, "ended", 3.0, [1], [[1, 0, 0, 0]], _stats(**at_once)),
+    ]
+    summary = summarise(results)
+    found = summary["batches"]["1"]
+    entries = found["datasets"]["two"]
+    assert entries["chain 3"]["conditional_acceptance"] == [0.0, None, None]
+    assert entries["chain 3"]["unconditional_acceptance"] == [0.0, 0.0, 0.0]
+    assert found["depth"]["chain"] == {"measured": [[3, 1.0]], "expected": [[1, 1.0], [2, 1.0], [3, 1.0]]}
+    for name in ("lookup | 2", "ended"):
+        assert (entries[name]["tau"], entries[name]["acceptance_rate"]) == (None, None)
+        assert entries[name]["tokens_per_forward"] == 1.0
+        assert "cycle_efficiency" not in entries[name]
+    assert found["categories"] == {"two": {"chain 3": 1.0}}
+    assert "| chain 3 | 0.00 / 0.00 | - / 0.00 | - / 0.00 |" in report.markdown(summary)
+    pytest.importorskip("jinja2")
+    for chart in re.findall(r"<svg.*?</svg>", page(summary, results), re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, "greedy"),
+        ({"chat_template": True, "dtype": "float32"}, "greedy, chat template, float32"),
+        ({"chat_template": False}, "greedy, no chat template"),
+    ],
+)
+def test_only_settings_that_are_known_are_told(results, settings, end):
+    results.settings = {"target": "T", "max_new_tokens": 6, **settings}
+    assert f"- 6 new tokens at most, {end}\n" in report.render(results, "markdown")
+
+
+def test_a_cell_stays_in_its_line(results):
+    for record in results.records[:2]:
+        record["rows"][0]["category"] = "two\nlines"
+    assert "| one: two lines | - | 2.50 |" in report.render(results, "markdown")
+
+
 def test_nothing_to_report():
     with pytest.raises(ValueError, match="no results"):
         report.render(Results(), "json")

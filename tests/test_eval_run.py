@@ -1,12 +1,6 @@
 """The harness on tiny models: what each method did, resuming, batches, conversations, and wrong input."""
 
 import copy
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import zlib
 from dataclasses import replace
 
@@ -15,10 +9,8 @@ import torch
 from eval_models import POSITIONS, save_models
 from support import oracle, texts_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from eagle3_hf import AutoEagle3Target, Eagle3Config, Eagle3DraftModel
-from eagle3_hf.cli import build_app
+from eagle3_hf import AutoEagle3Target, Eagle3DraftModel
 from eagle3_hf.cli.common import thread_count
 from eagle3_hf.evaluation import harness as harness_module
 from eagle3_hf.evaluation import metrics
@@ -240,6 +232,8 @@ def test_methods_begin_in_turn(tmp_path, models, tokenizer):
 
 def test_batches(tmp_path, models, tokenizer):
     methods = make_methods(["prompt-lookup:3", "chain:2"], models)
+    with pytest.raises(ValueError, match="prompt lookup 3 takes 1 rows a call at most, the batches are of 2, 3"):
+        Harness(methods, tokenizer, {"plain": PLAIN}, None, Task(GREEDY, batch_sizes=(2, 3)))
     datasets = {"plain": PLAIN, "talk": [TALK, replace(TALK, index=1, turns=("Only one",))]}
     results, _ = _run(tmp_path / "r.jsonl", methods, tokenizer, datasets, Task(GREEDY, batch_sizes=(1, 2)))
     tables = summarise(results)["batches"]
@@ -254,6 +248,21 @@ def test_batches(tmp_path, models, tokenizer):
     assert both["tokens_per_forward"] == both["tokens"] / (both["rounds"] + 3)
     second = [r for r in results.records if r["batch"] == 2 and r["dataset"] == "talk" and r["turn"] == 1]
     assert [len(record["rows"]) for record in second] == [1, 1]
+
+
+def test_every_method_is_warmed_up_once_when_its_batch_size_comes(tmp_path, monkeypatch, models, tokenizer):
+    calls = []
+
+    def record(method, inputs, options, seed):
+        calls.append((method.name, options["max_new_tokens"]))
+        return record_call(method, inputs, options, seed)
+
+    monkeypatch.setattr(harness_module, "record_call", record)
+    methods = make_methods(["prompt-lookup:3"], models)
+    task = Task({**GREEDY, "max_new_tokens": 20}, batch_sizes=(2, 1))
+    _run(tmp_path / "r.jsonl", methods, tokenizer, {"plain": PLAIN[:2]}, task, warm_up=True)
+    assert [call for call in calls if call[1] == 16] == [("plain", 16), ("prompt lookup 3", 16)]
+    assert calls.index(("prompt lookup 3", 16)) < calls.index(("prompt lookup 3", 20))
 
 
 def test_answers_end_with_eos(models, tokenizer):
@@ -296,112 +305,3 @@ def test_a_later_turn_that_grew_too_long_is_skipped_and_told(tmp_path, models, t
 def test_plain_generation_comes_first(models, tokenizer, tmp_path):
     with ResultsWriter(tmp_path / "r.jsonl", {}) as writer, pytest.raises(ValueError, match="plain generation"):
         Harness([Method("other", models.plain)], tokenizer, {}, writer, Task(GREEDY))
-
-
-@pytest.fixture
-def cli():
-    runner, app = CliRunner(), build_app()
-    return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
-def _error_line(result):
-    assert result.exit_code == 2, result.output
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
-
-
-def test_the_command(cli, folders, tmp_path):
-    target, draft, assistant = folders
-    prompts, out, page = tmp_path / "own.jsonl", tmp_path / "r.jsonl", tmp_path / "page.html"
-    prompts.write_text('{"q": "One?"}\n{"q": "Two?"}\n{"q": "left out"}\n')
-    common = (
-        *("eval", "--target", target, "--draft", draft, "--assistant", assistant, "--dataset", prompts),
-        *("--column", "prompt=q", "--limit", 2, "--max-new-tokens", 8, "--threads", 1, "--out", out),
-    )
-    result = cli(*common, "--report", page)
-    assert result.exit_code == 0, result.output
-    assert page.read_text().startswith("<!doctype html>")
-    before = out.read_bytes()
-    result = cli(*common, "--format", "json")
-    assert result.exit_code == 0, result.output
-    assert out.read_bytes().startswith(before)
-    data = json.loads(result.stdout)
-    assert data["sessions"] == 2
-    assert data["settings"]["max_new_tokens"] == 8
-    names = ["plain", "plain, packed", "prompt lookup 10", "assisted", "chain 4", "static tree", "tree 5:4:16"]
-    entries = data["batches"]["1"]["datasets"]["own"]
-    assert list(entries) == names
-    assert {entry["answers"] for entry in entries.values()} == {2}
-    line = _error_line(cli(*common, "--seed", 5))
-    assert "seed" in line
-    assert out.read_bytes().startswith(before)
-    sampled = cli(*common[:-1], tmp_path / "s.jsonl", "--temperature", 1, "--method", "chain:2", "--format", "json")
-    assert {e["lossless"] for e in json.loads(sampled.stdout)["batches"]["1"]["datasets"]["own"].values()} == {None}
-
-
-def test_wrong_input_is_one_line(cli, folders, tmp_path):
-    target, draft, _ = folders
-    prompts, empty, long = (tmp_path / f"{name}.jsonl" for name in ("p", "empty", "long"))
-    prompts.write_text('{"question": "Why?"}\n')
-    empty.write_text("")
-    long.write_text(json.dumps({"prompt": "x" * 600}) + "\n")
-    config = Eagle3Config(vocab_size=64, hidden_size=48, intermediate_size=64, num_attention_heads=4)
-    Eagle3DraftModel(config).save_pretrained(tmp_path / "other")
-    loads = ("eval", "--target", target, "--draft", draft, "--out", tmp_path / "r.jsonl")
-    fine = ("--dataset", prompts, "--column", "prompt=question")
-    cases = [
-        ([*loads, "--dataset", prompts], ["'prompt'", "'question'", "--column"]),
-        ([*loads, "--dataset", empty], ["holds no prompt"]),
-        ([*loads, "--dataset", long, "--method", "plain"], ["603 tokens", str(POSITIONS)]),
-        ([*loads, *fine, "--method", "magic"], ["no method 'magic'"]),
-        ([*loads, *fine, "--dataset", tmp_path / "none.jsonl"], ["none.jsonl"]),
-        ([*loads, *fine, "--report", tmp_path / "no" / "page.html"], ["--report", "no folder"]),
-        ([*loads[:-1], tmp_path / "no" / "r.jsonl", *fine], ["--out", "no folder"]),
-        ([*loads, *fine, "--draft", tmp_path / "other"], ["48", "32"]),
-        ([*loads, *fine, "--plugin", tmp_path / "none.py"], ["no plug-in file"]),
-        (["report", tmp_path / "none.jsonl"], ["no results file"]),
-        (["report", prompts], ["p.jsonl"]),
-    ]
-    for arguments, words in cases:
-        line = _error_line(cli(*arguments))
-        assert all(word in line for word in words), line
-
-
-def test_methods_are_listed(cli):
-    lines = cli("eval", "--list-methods").stdout.splitlines()
-    assert [line.partition(":")[0].partition("[")[0] for line in lines] == [
-        "plain", "packed", "prompt-lookup", "assisted", "early-exit", "chain", "static", "tree",
-    ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_killing_the_process_gives_the_same_table(folders, tmp_path):
-    target, draft, _ = folders
-    prompts = tmp_path / "own.jsonl"
-    prompts.write_text("".join(f'{{"prompt": "Say {i}"}}\n' for i in range(12)))
-
-    def start(out):
-        code = "from eagle3_hf.cli import main; main()"
-        arguments = ["eval", "--target", target, "--draft", draft, "--dataset", prompts, "--threads", "1"]
-        arguments += ["--max-new-tokens", "32", "--format", "json", "--report", out.with_suffix(".json"), "--out", out]
-        return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stderr=subprocess.DEVNULL)
-
-    whole, broken = tmp_path / "whole.jsonl", tmp_path / "broken.jsonl"
-    assert start(whole).wait() == 0
-    killed = start(broken)
-    while not broken.exists() or broken.read_bytes().count(b"\n") < 20:
-        assert killed.poll() is None
-        time.sleep(0.02)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    count = len(read_results(broken).records)
-    assert start(broken).wait() == 0
-    assert 15 < count < len(read_results(broken).records) == 12 * 6
-    tables = []
-    for path in (whole, broken):
-        entries = json.loads(path.with_suffix(".json").read_text())["batches"]["1"]["datasets"]["own"]
-        timed = {"seconds", "tokens_per_second", "speedup", "cycle_efficiency", "milliseconds_per_round"}
-        tables.append({n: {k: v for k, v in e.items() if k not in timed} for n, e in entries.items()})
-    assert tables[0] == tables[1]

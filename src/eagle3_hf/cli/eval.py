@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,9 +45,11 @@ def _default_methods(with_assistant: bool, packed: bool) -> list[str]:
 def _load_datasets(
     specs: list[str], data_dir: Path | None, columns: list[str], limit: int | None
 ) -> dict[str, list[Prompt]]:
-    from ..evaluation.prompts import load_prompts, parse_columns, pick
+    from ..evaluation.prompts import NAMED, load_prompts, parse_columns, pick
 
     mapping, found = parse_columns(columns), {}
+    if mapping and all(spec.replace("-", "_") in NAMED for spec in specs):
+        raise ValueError(f"--column is for files and Hub sets; {', '.join(specs)} has columns of its own")
     for spec in dict.fromkeys(specs):
         prompts = pick(load_prompts(spec, data_dir, mapping), limit)
         name = prompts[0].dataset
@@ -85,8 +88,31 @@ def _load_models(
     return Models(plain, loaded.target, loaded.draft, small, packed), loaded
 
 
-def _describe(methods: list[Method]) -> list[dict[str, Any]]:
-    return [{"name": m.name, "family": m.family, "depth": m.depth, "max_batch": m.max_batch} for m in methods]
+def _make_methods(given: list[str] | None, models: Models, batch_sizes: list[int]) -> list[Method]:
+    """The methods asked for, or of the usual ones those that run at one of the batch sizes."""
+    from ..evaluation.methods import make_methods
+
+    if given is None:
+        made = make_methods(_default_methods(models.assistant is not None, models.packed), models)
+        return [m for m in made if m.max_batch is None or min(batch_sizes) <= m.max_batch]
+    made = make_methods(given, models)
+    if models.assistant is not None and not any(m.options.get("assistant_model") is models.assistant for m in made):
+        raise ValueError("--assistant is for the method `assisted`, which isn't among those given")
+    return made
+
+
+def _checksum(draft_path: str | None) -> str | None:
+    """Of the draft's files, where they lie in a folder: after more training another draft is at the same place."""
+    if draft_path is None or not Path(draft_path).is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(Path(draft_path).iterdir()):
+        if file.suffix in {".json", ".safetensors", ".bin"} and file.is_file():
+            digest.update(file.name.encode())
+            with file.open("rb") as content:
+                while part := content.read(1 << 22):
+                    digest.update(part)
+    return digest.hexdigest()
 
 
 def eval(
@@ -140,7 +166,7 @@ def eval(
 
     A run that was broken off goes on where it stopped when the same command is given again.
     """
-    from ..evaluation.methods import check_specs, descriptions, load_plugin, make_methods, uses_draft
+    from ..evaluation.methods import check_specs, descriptions, load_plugin, uses_draft
 
     for file in plugin or []:
         load_plugin(file)
@@ -148,10 +174,10 @@ def eval(
         Console(soft_wrap=True, highlight=False).print("\n".join(descriptions()), markup=False)
         return
     check_specs(method or [])
-    check_report(kind, path)
     out = out.expanduser()
     if not out.resolve().parent.is_dir():
         raise ValueError(f"--out: no folder {out.parent}")
+    check_report(out, kind, path)
     chosen = _load_datasets(list(dataset or _DATASETS), _data_dir(data_dir), column or [], limit)
 
     from ..evaluation.harness import Harness, Task
@@ -162,12 +188,14 @@ def eval(
     with thread_count(threads):
         with_draft = method is None or any(map(uses_draft, method))
         models, loaded = _load_models(target, draft, assistant, device, dtype, with_draft)
-        methods = make_methods(method or _default_methods(assistant is not None, models.packed), models)
+        sizes = list(dict.fromkeys(batch_size or [1]))
+        methods = _make_methods(method, models, sizes)
         machine = environment(device)
         options = {**sampling_options(temperature), "max_new_tokens": max_new_tokens}
         settings = {
             "target": loaded.target_path,
             "draft": loaded.draft_path,
+            "draft_files": _checksum(loaded.draft_path),
             "assistant": assistant,
             "max_new_tokens": max_new_tokens,
             "temperature": temperature,
@@ -177,12 +205,12 @@ def eval(
             "threads": machine["threads"],
             "chat_template": bool(getattr(loaded.tokenizer, "chat_template", None)),
         }
-        task = Task(options, tuple(dict.fromkeys(batch_size or [1])), turns, seed, traces)
+        task = Task(options, sizes, turns, seed, traces)
         longest = getattr(models.plain.config.get_text_config(), "max_position_embeddings", None)
         with ResultsWriter(out, settings) as writer:
             harness = Harness(methods, loaded.tokenizer, chosen, writer, task, longest)
             harness.check_lengths()
-            writer.add_session({"environment": machine, "methods": _describe(methods)})
+            writer.add_session({"environment": machine, "methods": [m.facts(models) for m in methods]})
             _run(harness)
     write_report(out, kind, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -26,19 +27,46 @@ ReportOption = Annotated[
 _SUFFIX = {Format.html: ".html", Format.markdown: ".md", Format.json: ".json"}
 
 
-def check_report(kind: Format, path: Path | None) -> None:
+def _report_path(results_file: Path, kind: Format, path: Path | None) -> Path | None:
+    """Where the report goes; `None` for standard output."""
+    if path is not None:
+        return path.expanduser()
+    return results_file.with_suffix(_SUFFIX[kind]) if kind is Format.html else None
+
+
+def check_report(results_file: Path, kind: Format, path: Path | None) -> None:
     """Say what is missing for a report before hours of measuring, not after.
 
     Raises:
-        ValueError: no such folder, or no jinja2.
+        ValueError: no such folder, a folder where the file should be, the results file itself, or no jinja2.
     """
-    if path is not None and not path.expanduser().resolve().parent.is_dir():
-        raise ValueError(f"--report: no folder {path.parent}")
+    place = _report_path(results_file, kind, path)
+    if place is not None:
+        if not place.resolve().parent.is_dir():
+            raise ValueError(f"--report: no folder {place.parent}")
+        if place.is_dir():
+            raise ValueError(f"--report: {place} is a folder, not a file")
+        if place.resolve() == results_file.resolve():
+            raise ValueError(f"the report would overwrite the results in {results_file}: pass another --report")
     if kind is Format.html:
         try:
             import jinja2  # noqa: F401
         except ImportError:
             raise ValueError("an html report needs jinja2: pip install 'eagle3-hf[eval]'") from None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """A full disk leaves the report of an earlier run as it was."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")  # a pipe or a terminal
+        return
+    scratch = path.with_name(f"{path.name}.tmp")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OSError(f"{path}: {error.strerror}; the report isn't written, the results are kept") from error
 
 
 def write_report(results_file: Path, kind: Format, path: Path | None) -> None:
@@ -47,13 +75,12 @@ def write_report(results_file: Path, kind: Format, path: Path | None) -> None:
     from ..evaluation.results import read_results
 
     text = render(read_results(results_file), kind.value)
-    if path is None and kind is Format.html:
-        path = results_file.with_suffix(_SUFFIX[kind])
-    if path is None:
+    place = _report_path(results_file, kind, path)
+    if place is None:
         Console(soft_wrap=True).out(text, highlight=False)
     else:
-        path.expanduser().write_text(text, encoding="utf-8")
-        Console(highlight=False, soft_wrap=True).print(f"wrote {path}", markup=False)
+        _write_whole(place, text)
+        Console(highlight=False, soft_wrap=True).print(f"wrote {place}", markup=False)
 
 
 def report(
@@ -62,5 +89,6 @@ def report(
     path: ReportOption = None,
 ) -> None:
     """Show the results of `eagle3-hf eval` again; needs no model."""
-    check_report(kind, path)
-    write_report(results.expanduser(), kind, path)
+    results = results.expanduser()
+    check_report(results, kind, path)
+    write_report(results, kind, path)

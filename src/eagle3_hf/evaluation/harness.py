@@ -90,6 +90,12 @@ class Harness:
     ):
         if not methods or methods[0].name != PLAIN:
             raise ValueError("the first method must be plain generation: all others are compared with it")
+        for method in methods:
+            if method.max_batch is not None and min(task.batch_sizes) > method.max_batch:
+                raise ValueError(
+                    f"{method.name} takes {method.max_batch} rows a call at most, the batches are of "
+                    f"{', '.join(map(str, task.batch_sizes))}: add that size, or leave the method out"
+                )
         self.methods, self.tokenizer, self.datasets, self.writer, self.task = (
             methods, tokenizer, datasets, writer, task,
         )  # fmt: skip
@@ -176,7 +182,7 @@ class Harness:
             warm_up: begin with a few tokens by each method, unmeasured.
         """
         self.check_lengths()
-        warm = not warm_up
+        warm: set[str] = set()
         for number, unit in enumerate(self._units()):
             runs = self._runs(unit)
             missing = [method for method in runs if not self.writer.find(unit.key(method.name))]
@@ -190,14 +196,11 @@ class Harness:
                 continue
             rows = [self._encode(self._messages(prompt, unit)) for prompt in unit.prompts]
             inputs = self._inputs(rows)
-            if not warm:
-                short = {
-                    **self.task.options,
-                    "max_new_tokens": min(_WARM_UP_TOKENS, self.task.options["max_new_tokens"]),
-                }
-                for method in runs:
-                    record_call(method, inputs, short, self.task.seed)
-                warm = True
+            if warm_up:
+                # As they come: not all methods run at the first batch size.
+                cold = [method for method in missing if method.name not in warm]
+                self._warm_up(cold, inputs)
+                warm.update(method.name for method in cold)
             first = number % len(runs)
             for method in runs[first:] + runs[:first]:
                 if method in missing:
@@ -206,6 +209,11 @@ class Harness:
                     record = self._record(unit, method, rows, call)
                     self.writer.add(record)
                     on_call(record)
+
+    def _warm_up(self, methods: list[Method], inputs: dict[str, torch.Tensor]) -> None:
+        tokens = min(_WARM_UP_TOKENS, self.task.options["max_new_tokens"])
+        for method in methods:
+            record_call(method, inputs, {**self.task.options, "max_new_tokens": tokens}, self.task.seed)
 
     def _skip(self, unit: _Unit) -> bool:
         """Note a later turn that its history has made too long; the turns after it are too long as well."""

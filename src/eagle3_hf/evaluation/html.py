@@ -29,9 +29,16 @@ def _bars(tables: dict[str, Any], colours: dict[str, int]) -> list[tuple[str, st
     return charts
 
 
-def _until_none(rates: list[float]) -> list[float]:
+def _until_none(rates: list[float | None]) -> list[float]:
     """Behind a position that never held there is nothing to see, and a method that drafts far would fill the axis."""
-    return rates[: rates.index(0) + 1] if 0 in rates else rates
+    shown: list[float] = []
+    for rate in rates:
+        if rate is None:
+            break
+        shown.append(rate)
+        if rate == 0:
+            break
+    return shown
 
 
 def _positions(entries: dict[str, Any], colours: dict[str, int], which: str) -> str:

@@ -65,6 +65,24 @@ class Method:
     family: str | None = None
     depth: int | None = None
 
+    def facts(self, models: Models) -> dict[str, Any]:
+        """What a results file keeps of it: enough to draw its results, and to see that a later one is another."""
+        names = {id(value): name for name, value in vars(models).items() if name != "packed"}
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {str(key): plain(part) for key, part in value.items()}
+            if isinstance(value, list | tuple):
+                return [plain(part) for part in value]
+            if value is None or isinstance(value, bool | int | float | str):
+                return value
+            # An object's text would often have its address in it.
+            return names.get(id(value)) or type(value).__name__
+
+        options = {"model": plain(self.model), **plain(self.options), **plain(self.assistant_settings)}
+        shown = {"name": self.name, "family": self.family, "depth": self.depth, "max_batch": self.max_batch}
+        return {**shown, "options": options}
+
 
 _Factory = Callable[[Models, str], Method]
 _REGISTRY: dict[str, tuple[_Factory, str]] = {}
@@ -86,24 +104,41 @@ def descriptions() -> list[str]:
 
 
 def check_specs(specs: Sequence[str]) -> None:
-    """ValueError for a method that isn't known, before any model is loaded."""
+    """ValueError for a method that isn't known or lacks what its colon promises, before any model is loaded."""
     for spec in specs:
-        if spec.partition(":")[0] not in _REGISTRY:
+        name, colon, argument = spec.partition(":")
+        if name not in _REGISTRY:
             raise ValueError(f"no method {spec!r}; there are {', '.join(_REGISTRY)}")
+        if colon and not argument:
+            raise ValueError(f"{spec!r} has nothing behind its colon")
+
+
+def _make(spec: str, models: Models) -> Method:
+    name, _, argument = spec.partition(":")
+    try:
+        method = _REGISTRY[name][0](models, argument)
+    except ValueError:
+        raise
+    except Exception as error:  # a plug-in's, which may be of any kind
+        raise ValueError(f"method {spec!r}: {type(error).__name__}: {error}") from error
+    if not isinstance(method, Method):
+        raise ValueError(f"method {spec!r}: its function must return a Method, it gave {method!r}")
+    return method
 
 
 def make_methods(specs: Sequence[str], models: Models) -> list[Method]:
     """Methods for `NAME[:ARGUMENT]` texts, each once; plain generation is always the first.
 
     Raises:
-        ValueError: a method that isn't known, an argument it can't take, a model it lacks.
+        ValueError: a method that isn't known, an argument it can't take, a model it lacks, two different methods of
+            one name (results are kept by name).
     """
     check_specs(specs)
     methods: dict[str, Method] = {}
     for spec in dict.fromkeys([PLAIN, *specs]):
-        name, _, argument = spec.partition(":")
-        method = _REGISTRY[name][0](models, argument)
-        methods.setdefault(method.name, method)
+        method = _make(spec, models)
+        if methods.setdefault(method.name, method).facts(models) != method.facts(models):
+            raise ValueError(f"{spec!r} makes a second method called {method.name!r} with other options: name it apart")
     return list(methods.values())
 
 
@@ -145,13 +180,20 @@ def _needs(model: Any, what: str, option: str) -> Any:
     return model
 
 
+def _no_argument(argument: str, what: str) -> None:
+    if argument:
+        raise ValueError(f"{what} takes no argument, got {argument!r}")
+
+
 @register(PLAIN, "plain: transformers' generate() on the untouched model")
 def _plain(models: Models, argument: str) -> Method:
+    _no_argument(argument, PLAIN)
     return Method(PLAIN, models.plain, speculates=False)
 
 
 @register("packed", "packed: the same on packed weights (CPU, float32), which all other methods run on")
 def _packed(models: Models, argument: str) -> Method:
+    _no_argument(argument, "packed")
     if not models.packed:
         raise ValueError("packed needs a float32 target on a CPU: no weights are packed here")
     return Method("plain, packed", models.target, speculates=False)

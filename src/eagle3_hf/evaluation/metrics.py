@@ -36,6 +36,8 @@ class Block:
             raise ValueError(
                 f"{self.accepted} accepted tokens in a round of {len(self.tokens)} tokens drafted {self.depth} deep"
             )
+        if self.nodes is not None and self.nodes < self.depth:
+            raise ValueError(f"{self.nodes} draft tokens can't be {self.depth} deep")
 
     @property
     def verified(self) -> int:
@@ -116,7 +118,7 @@ def losslessness(outputs: Sequence[Sequence[int]], plain: Sequence[Sequence[int]
     """
     if len(outputs) != len(plain):
         raise ValueError(f"{len(outputs)} outputs against {len(plain)} of plain generation")
-    if not outputs:
+    if len(outputs) == 0:  # may be an array, whose truth is another question
         raise ValueError("no outputs to compare")
     return sum(list(a) == list(b) for a, b in zip(outputs, plain)) / len(outputs)
 
@@ -158,12 +160,14 @@ def bootstrap_interval(
         resamples: draws; the same seed gives the same interval.
 
     Raises:
-        ValueError: no items, or a confidence outside `(0, 1)`.
+        ValueError: no items, no draws, or a confidence outside `(0, 1)`.
     """
     if not items:
         raise ValueError("no items to resample")
     if not 0 < confidence < 1:
         raise ValueError(f"a confidence lies between 0 and 1, got {confidence}")
+    if resamples < 1:
+        raise ValueError(f"a bootstrap needs at least one draw, got {resamples}")
     draw = random.Random(seed)
     values = sorted(statistic(draw.choices(items, k=len(items))) for _ in range(resamples))
     tail = (1 - confidence) / 2

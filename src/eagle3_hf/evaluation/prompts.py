@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ NAMED = ("mt_bench", "gsm8k", "humaneval", "alpaca", "spec_bench")
 FIELDS = ("turns", "prompt", "category", "id")
 _DEFAULT_COLUMNS = {"turns": "turns", "prompt": "prompt", "category": "category", "id": "question_id"}
 _LOCAL = (".jsonl", ".json", ".csv")
+_TABLES = (".parquet", ".arrow")  # files that `datasets` reads
 # Rows read of a set where --limit picks a few: enough to see its categories, without reading millions.
 _MOST_ROWS = 10_000
 
@@ -56,11 +58,26 @@ def parse_columns(pairs: Sequence[str]) -> dict[str, str]:
     return columns
 
 
+def _rows_of_csv(path: Path, text: str) -> list[dict[str, Any]]:
+    # The csv module refuses fields above a limit that is one for the process: a long prompt is no mistake.
+    before = csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    try:
+        # Not `splitlines()`, here and below: it also splits at characters that belong to a text, U+2028 or a form feed.
+        return list(csv.DictReader(io.StringIO(text)))
+    except csv.Error as error:
+        raise ValueError(f"{path}: not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(before)
+
+
 def _rows_of_file(path: Path) -> Iterable[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".csv":
-        return list(csv.DictReader(text.splitlines(keepends=True)))
-    if path.suffix == ".json":
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # spreadsheets write a byte order mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error}") from None
+    if path.suffix.lower() == ".csv":
+        return _rows_of_csv(path, text)
+    if path.suffix.lower() == ".json":
         try:
             rows = json.loads(text) if text.strip() else []
         except ValueError as error:
@@ -69,7 +86,7 @@ def _rows_of_file(path: Path) -> Iterable[dict[str, Any]]:
             raise ValueError(f"{path}: a .json file of prompts is a list of objects")
         return rows
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -94,7 +111,7 @@ def _rows_of_hub(spec: str) -> Iterable[dict[str, Any]]:
     path = Path(spec).expanduser()
     try:
         if path.is_file():
-            made = datasets.load_dataset(path.suffix.lstrip("."), data_files=str(path), split="train")
+            made = datasets.load_dataset(path.suffix.lower().lstrip("."), data_files=str(path), split="train")
         else:
             name, _, split = spec.partition("@")
             name, _, config = name.partition(":")
@@ -124,13 +141,18 @@ def _prompt(row: Mapping[str, Any], where: str, columns: Mapping[str, str], name
         if optional in columns and columns[optional] not in row:
             raise ValueError(f"{where} has no column {columns[optional]!r}, only {', '.join(map(repr, row))}")
     category, number = row.get(wanted["category"]), row.get(wanted["id"])
-    return Prompt(
+    prompt = Prompt(
         dataset=name,
         index=index,
         id=str(index if number is None else number),
         category="" if category is None else str(category),
         turns=tuple(turns),
     )
+    try:
+        "".join((prompt.id, prompt.category, *turns)).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}, row {index + 1}: half a character (a lone surrogate), which is no text") from None
+    return prompt
 
 
 def load_prompts(spec: str, data_dir: Path | None = None, columns: Mapping[str, str] | None = None) -> list[Prompt]:
@@ -157,9 +179,10 @@ def load_prompts(spec: str, data_dir: Path | None = None, columns: Mapping[str, 
     else:
         path = Path(spec).expanduser()
         name = path.stem if path.is_file() else spec
-    if path.suffix in _LOCAL:
-        if not path.is_file():
-            raise ValueError(f"no dataset file at {path}")
+    suffix = path.suffix.lower()
+    if suffix in (*_LOCAL, *_TABLES) and not path.is_file():
+        raise ValueError(f"no dataset file at {path}")
+    if suffix in _LOCAL:
         rows, where = _rows_of_file(path), str(path)
     else:
         rows, where = _rows_of_hub(spec), f"dataset {spec}"

@@ -59,11 +59,12 @@ def setting_lines(summary: dict[str, Any]) -> list[str]:
     settings, machine = summary["settings"], summary["environment"]
     temperature = settings.get("temperature")
     how = "greedy" if not temperature else f"temperature {temperature:g}, seed {settings.get('seed')}"
-    template = "chat template" if settings.get("chat_template") else "no chat template"
+    how_told = {True: "chat template", False: "no chat template"}
+    known = [how_told.get(settings.get("chat_template")), settings.get("dtype")]  # own scripts may keep less
     lines = [
         f"target {settings.get('target')}, draft {settings.get('draft') or 'none'}"
         + (f", assistant {settings['assistant']}" if settings.get("assistant") else ""),
-        f"{settings.get('max_new_tokens')} new tokens at most, {how}, {template}, {settings.get('dtype')}",
+        ", ".join([f"{settings.get('max_new_tokens')} new tokens at most, {how}", *filter(None, known)]),
     ]
     if machine:
         lines.append(
@@ -79,7 +80,7 @@ def setting_lines(summary: dict[str, Any]) -> list[str]:
 
 
 def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in [headings, *rows]]
+    cells = [[" ".join(cell.replace("|", "\\|").split()) for cell in row] for row in [headings, *rows]]
     marks = "|".join(["---", *["---:"] * (len(headings) - 1)])
     lines = ["| " + " | ".join(row) + " |" for row in cells]
     return [lines[0], f"|{marks}|", *lines[1:], ""]
@@ -87,7 +88,7 @@ def _table(headings: list[str], rows: list[list[str]]) -> list[str]:
 
 def _positions(entry: dict[str, Any], depth: int) -> list[str]:
     pairs = list(zip(entry["conditional_acceptance"], entry["unconditional_acceptance"]))
-    return [f"{given:.2f} / {of_all:.2f}" for given, of_all in pairs] + ["-"] * (depth - len(pairs))
+    return [f"{_number(given)} / {_number(of_all)}" for given, of_all in pairs] + ["-"] * (depth - len(pairs))
 
 
 def category_methods(tables: dict[str, Any], summary: dict[str, Any]) -> list[str]:

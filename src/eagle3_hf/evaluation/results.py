@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+# Of each kind of line the field that all later code relies on; the rest is this package's own writing.
+_NEEDED: dict[str, tuple[str, type]] = {
+    "settings": ("settings", dict), "session": ("kind", str), "result": ("key", str), "skipped": ("key", str),
+}  # fmt: skip
 
 
 @dataclass
@@ -34,6 +38,9 @@ class Results:
         for session in self.sessions:
             for method in session.get("methods", []):
                 found.setdefault(method["name"], method)
+        for record in self.records:  # own scripts may note no session
+            if record["kind"] == "result":
+                found.setdefault(record["method"], {"name": record["method"]})
         return found
 
 
@@ -52,8 +59,12 @@ def read_results(path: Path) -> Results:
         try:
             entry = json.loads(line)
             kind = entry["kind"]
+            needed, of_type = _NEEDED[kind]
+            fits = isinstance(entry[needed], of_type)
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}, line {number}: not a line of a results file") from None
+            fits = False
+        if not fits:
+            raise ValueError(f"{path}, line {number}: not a line of a results file")
         if number == 1 and (kind != "settings" or entry.get("format") != FORMAT):
             raise ValueError(f"{path} is no results file of this version of eagle3-hf eval")
         if kind == "settings":
@@ -68,42 +79,84 @@ def read_results(path: Path) -> Results:
     return results
 
 
+def _lock(file: int, path: Path) -> None:
+    """Hold the file for this process until it is closed: two writers would write over each other's lines."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows; there two runs on one file are the user's to avoid
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path}: another run is writing to it; wait for that, or pass another --out") from None
+    except OSError:
+        pass  # a file system without locks
+
+
 class ResultsWriter:
-    """Appends to a results file, whole lines or nothing.
+    """Appends to a results file, whole lines or nothing; one writer at a time.
 
     Args:
         path: made if it isn't there; else its results are kept and `settings` must be the same.
-        settings: see [`Results`].
+        settings: see [`Results`]. `None` is for what a run doesn't use (a draft, for methods without): that goes with
+            any value, and the file keeps the value.
 
     Raises:
-        ValueError: the file is of other settings (the first that differs is named), or no results file.
+        ValueError: the file is of other settings (the first that differs is named), no results file, or one that
+            another run is writing to.
         OSError: it can't be written.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = path
-        self.results = read_results(path) if path.exists() else Results()
-        if self.results.size:
-            # As JSON reads them back: tuples are lists there.
-            for name, value in json.loads(json.dumps(settings)).items():
-                before = self.results.settings.get(name)
-                if before != value:
-                    raise ValueError(
-                        f"{path} was made with {name} {before!r}, now it is {value!r}: use the same, or another --out"
-                    )
+        self.results = Results()
+        self._by_key: dict[str, dict[str, Any]] = {}
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        os.ftruncate(self._file, self.results.size)
-        self._by_key = {record["key"]: record for record in self.results.records}
-        if not self.results.size:
-            self._write({"kind": "settings", "format": FORMAT, "settings": settings})
-            self.results.settings = settings
+        try:
+            _lock(self._file, path)
+            self._begin(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, settings: dict[str, Any]) -> None:
+        before = read_results(self.path)
+        known, now = (
+            before.settings,
+            json.loads(json.dumps(settings)),
+        )  # as JSON reads them back: tuples are lists there
+        for name, value in now.items() if before.size else ():
+            if value is not None and known.get(name, value) not in (value, None):
+                raise ValueError(
+                    f"{self.path} was made with {name} {known[name]!r}, now it is {value!r}: use the same, or another "
+                    "--out"
+                )
+        os.ftruncate(self._file, before.size)
+        self.results = before
+        self._by_key = {record["key"]: record for record in before.records}
+        merged = {**now, **{name: value for name, value in known.items() if value is not None}}
+        if not before.size or merged != known:
+            self._write({"kind": "settings", "format": FORMAT, "settings": merged})
+            self.results.settings = merged
 
     def find(self, key: str) -> dict[str, Any] | None:
         """The record of this key, if it is there already."""
         return self._by_key.get(key)
 
     def add_session(self, session: dict[str, Any]) -> None:
-        """Note who adds the results that follow."""
+        """Note who adds the results that follow.
+
+        Raises:
+            ValueError: a method has the name of an earlier one and other `options`: their results would be mixed.
+        """
+        known = self.results.methods()
+        for method in json.loads(json.dumps(session.get("methods", []))):
+            before = known.get(method["name"], {}).get("options")
+            if before is not None and method.get("options", before) != before:
+                raise ValueError(
+                    f"{self.path} has results of {method['name']!r} with {before}, now it is {method['options']}: give "
+                    "the method another name, or pass another --out"
+                )
         self._write({"kind": "session", **session})
         self.results.sessions.append(session)
 
@@ -130,7 +183,7 @@ class ResultsWriter:
         self.results.size += len(line)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let others write to it."""
         os.close(self._file)
 
     def __enter__(self) -> ResultsWriter:

@@ -39,6 +39,10 @@ def _forwards(record: _Record, counts: SpeculationStats | None) -> int:
     return len(record["rows"]) + counts.rounds
 
 
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None  # of nothing there is no share, 0 would be read as "never accepted"
+
+
 def _speed_up(pairs: list[tuple[_Record, _Record]]) -> dict[str, float | None]:
     times = [((_tokens(mine), mine["seconds"]), (_tokens(base), base["seconds"])) for mine, base in pairs]
     ratios = [metrics.speed_ratio([time]) for time in times]
@@ -106,15 +110,15 @@ def _entry(records: list[_Record], plain: dict[str, _Record], greedy: bool) -> d
         forwards = sum(_forwards(record, _counts(record)) for record in records)
         entry |= {
             "tokens_per_forward": metrics.tokens_per_forward(tokens, forwards),
-            "tau": counts.tau,
+            "tau": _share(counts.generated, counts.rounds),
             "rounds": counts.rounds,
             "drafted": counts.drafted,
             "accepted": counts.accepted,
-            "acceptance_rate": counts.acceptance_rate,
-            "conditional_acceptance": counts.conditional_acceptance,
-            "unconditional_acceptance": counts.unconditional_acceptance,
+            "acceptance_rate": _share(counts.accepted, counts.drafted),
+            "conditional_acceptance": list(map(_share, counts.accepted_at, counts.reached)),
+            "unconditional_acceptance": list(map(_share, counts.accepted_at, counts.speculated)),
         }
-        if counts.total_seconds > 0:
+        if counts.rounds and counts.total_seconds > 0:
             entry["cycle_efficiency"] = counts.cycle_efficiency
             entry["milliseconds_per_round"] = _milliseconds(counts)
     return entry
@@ -128,7 +132,9 @@ def _depth_curves(entries: dict[str, Any], methods: dict[str, Any]) -> dict[str,
         if family is not None and depth is not None and entry["tau"] is not None:
             curves.setdefault(family, {"measured": []})["measured"].append([depth, entry["tau"]])
             if family == "chain" and depth == max(point[0] for point in curves[family]["measured"]):
-                expected = metrics.expected_length_by_depth(entry["conditional_acceptance"])
+                # Behind a position that was never reached nothing was accepted either.
+                rates = [rate or 0.0 for rate in entry["conditional_acceptance"]]
+                expected = metrics.expected_length_by_depth(rates)
                 curves[family]["expected"] = [[place, tau] for place, tau in enumerate(expected, start=1)]
     for curve in curves.values():
         curve["measured"].sort()
@@ -153,7 +159,8 @@ def summarise(results: Results) -> dict[str, Any]:
     Returns:
         `settings`, `environment` (of the first session), `sessions`, `skipped`, `methods`, and `batches`: for each
         batch size `datasets` (the entry of each method, first for all sets together where there are several, then for
-        each), `categories` (tau of each method by category) and `depth` (tau against the drafted depth).
+        each), `categories` (tau of each method by category) and `depth` (tau against the drafted depth). A share of
+        nothing is `None`: tau without a round, the acceptance at a position that was never reached.
 
     Raises:
         ValueError: no results.
@@ -183,7 +190,7 @@ def summarise(results: Results) -> dict[str, Any]:
                 of_category = [record for record in here if _category(record) == category]
                 for name, runs in sorted(_by(of_category, "method").items(), key=lambda item: order.get(item[0], 0)):
                     counts = _merged(runs)
-                    if counts is not None:
+                    if counts is not None and counts.rounds:
                         found[name] = counts.tau
         overall = next(iter(tables.values()))
         batches[str(batch)] = {

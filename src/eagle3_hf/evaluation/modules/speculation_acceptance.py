@@ -10,7 +10,7 @@ from eagle3_hf.evaluation import metrics
 _INPUTS = """
 Each prediction is one round (a target forward after the prefill):
     tokens: the ids it gave. accepted: how many of them, from the first on, were drafted.
-    depth: draft positions. nodes: draft tokens verified (the same as depth for a chain).
+    depth: draft positions. nodes: draft tokens verified (for a chain the same as depth, or None).
 Returns acceptance_length (bonus included), acceptance_rate, conditional_acceptance and unconditional_acceptance.
 """
 

@@ -16,7 +16,10 @@ class SpeculationSpeedup(evaluate.Metric):
         return evaluate.MetricInfo(
             description="Tokens/s over the baseline's, all tokens over all seconds, prompts resampled.",
             citation="",
-            inputs_description="predictions, references: for each prompt {tokens, seconds} of one whole generation.",
+            inputs_description=(
+                "predictions, references: for each prompt {tokens, seconds} of one whole generation. Returns speedup, "
+                "low and high; for a single prompt there is no interval, low and high are None."
+            ),
             features=datasets.Features({"predictions": run, "references": run}),
         )
 
@@ -26,10 +29,13 @@ class SpeculationSpeedup(evaluate.Metric):
         references: list[dict[str, Any]],
         confidence: float = 0.95,
         seed: int = 0,
-    ) -> dict[str, float]:
+    ) -> dict[str, float | None]:
         pairs = [
             ((mine["tokens"], mine["seconds"]), (base["tokens"], base["seconds"]))
             for mine, base in zip(predictions, references)
         ]
-        low, high = metrics.bootstrap_interval(pairs, metrics.speed_ratio, confidence, seed=seed)
-        return {"speedup": metrics.speed_ratio(pairs), "low": low, "high": high}
+        speedup = metrics.speed_ratio(pairs)
+        low, high = None, None
+        if len(pairs) > 1:  # one alone can't be resampled: an interval of no width would look certain
+            low, high = metrics.bootstrap_interval(pairs, metrics.speed_ratio, confidence, seed=seed)
+        return {"speedup": speedup, "low": low, "high": high}
