@@ -154,8 +154,8 @@ def select_greedily_below_the_root(scores: torch.Tensor, do_sample: bool) -> tor
     return drawn
 
 
-def without_processors(self: Any, scores: torch.Tensor, *args: Any) -> torch.Tensor:
-    return scores
+def without_processors(self: Any, scores: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    return scores, None
 
 
 def with_the_roots_text(original: Any) -> Any:
