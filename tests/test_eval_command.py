@@ -164,6 +164,7 @@ def test_wrong_input_is_one_line(cli, folders, tmp_path):
         ([*loads, *fine, "--method", "chain", "--assistant", target], ["--assistant", "`assisted`"]),
         ([*loads, *fine, "--method", "prompt-lookup", "--batch-size", 2], ["prompt lookup 10", "1 rows"]),
         ([*loads, "--dataset", "mt_bench", "--column", "prompt=question"], ["--column", "mt_bench"]),
+        ([*loads, *fine, "--seed", 2**63], ["--seed", str(2**63)]),
         (["report", tmp_path / "none.jsonl"], ["no results file"]),
         (["report", prompts], ["p.jsonl"]),
     ]

@@ -28,7 +28,15 @@ TreeOption = Annotated[
     typer.Option("--tree", metavar="K:TOPK:TOTAL", help="Draft a tree: depth, children a node, nodes. Instead of -K."),
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy, above 0 samples.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Seed, used when sampling.")]
+
+
+def _check_seed(seed: int) -> int:
+    if not -(2**63) <= seed < 2**63:  # a range in the option's help would say less than it takes room
+        raise typer.BadParameter(f"a seed has 64 bits, {seed} needs more")
+    return seed
+
+
+SeedOption = Annotated[int, typer.Option("--seed", help="Seed, used when sampling.", callback=_check_seed)]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads. Default: torch's choice.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="`cpu`, `cuda`, `cuda:1`, ...")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="`float32`, `bfloat16` or `float16`.")]
