@@ -51,9 +51,21 @@ def test_against_a_loop(rows: list[tuple[int, int]]) -> None:
         ([4, 5], [3, 1], {}, "row 1 schedules 1 tokens"),
         ([4], [-1], {}, "row 0 schedules"),
         ([4], [3], {"max_spec_len": 2}, "max_spec_len is 2"),
-        ([4], [3], {"input_ids": torch.zeros(5, dtype=torch.long)}, "input_ids has 5"),
+        ([4], [3], {"input_ids": torch.zeros(1, 4, dtype=torch.long)}, r"got \[1, 4\]"),
+        ([], [], {"input_ids": torch.zeros(2, dtype=torch.long)}, "0 tokens are scheduled"),
+        (
+            [4],
+            [3],
+            {"input_ids": torch.zeros(5, dtype=torch.long)},
+            r"4 tokens are scheduled, input_ids must .* got \[5\]",
+        ),
     ],
 )
 def test_wrong_counts_are_named(ends: list[int], counts: list[int], options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SpeculationMetadata.build(ends, counts, **options)
+
+
+def test_fractions_are_not_cut_off() -> None:
+    with pytest.raises(TypeError):
+        SpeculationMetadata.build([5.5, 7.0], [2, 0])  # type: ignore[list-item]

@@ -167,6 +167,43 @@ def test_wrong_shapes_are_named() -> None:
         rejection_sample(drafts, torch.zeros(2, 3, 5))
     with pytest.raises(ValueError, match=r"draft_probs must be \[2, 3, 5\], got \[2, 2, 5\]"):
         rejection_sample(drafts, torch.zeros(2, 4, 5), torch.zeros(2, 2, 5))
+    with pytest.raises(ValueError, match=r"got \[3\] and \[2, 4, 5\]"):
+        rejection_sample(drafts[0], torch.zeros(2, 4, 5))
+    for greedy in (torch.ones(3, dtype=torch.bool), torch.ones(2), torch.ones(2, 1, dtype=torch.bool), [True, False]):
+        with pytest.raises(ValueError, match="greedy must be"):
+            rejection_sample(drafts, torch.zeros(2, 4, 5), greedy=greedy)  # type: ignore[arg-type]
+    for name, wrong in (("temperature", [1.0]), ("top_k", [2.0, 2.0]), ("top_p", [0.5, 0.5, 0.5])):
+        given = {"temperature": torch.ones(2), name: torch.tensor(wrong)}
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            warp_rows(torch.zeros(2, 5), **given)
+
+
+@pytest.mark.parametrize(("batch", "drafts", "vocab"), [(1, 3, 5), (2, 1, 5), (2, 3, 1)])
+def test_random_numbers_are_never_shared_by_broadcasting(batch: int, drafts: int, vocab: int) -> None:
+    tokens, scores = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 4, 5)
+    draws = Draws.make(batch, drafts, vocab)
+    with pytest.raises(ValueError, match="must be"):
+        rejection_sample(tokens, scores, draws=draws)
+    with pytest.raises(ValueError, match="must be"):
+        accept_children(scores[:, 0].softmax(-1), tokens, None, draws.uniforms, draws.exponentials)
+
+
+@pytest.mark.parametrize("wrong", ["draft_tokens", "scores", "more scores", "draft_probs", "vocabulary"])
+def test_flat_batches_that_are_not_the_metadatas(wrong: str) -> None:
+    # Its rows are found by index: other lengths would read another row's logits.
+    metadata, scores, q = flat(random_chains(3))
+    tokens = metadata.draft_token_ids
+    assert tokens is not None
+    if wrong == "draft_tokens":
+        tokens = tokens[:-1]
+    elif wrong == "scores":
+        scores = scores[:-1]
+    elif wrong == "more scores":
+        scores = torch.cat((scores, scores[:1]))
+    else:
+        q = q[:-1] if wrong == "draft_probs" else q[:, :-1]
+    with pytest.raises(ValueError, match="must be"):
+        rejection_sample_flat(metadata, scores, q, draft_tokens=tokens)
 
 
 def test_rows_are_warped_as_transformers_does() -> None:
@@ -247,12 +284,15 @@ def tensor_samplers() -> dict[str, tuple[Any, tuple]]:
     cu, num = metadata.cu_num_draft_tokens, metadata.num_draft_tokens
     ids = metadata.draft_token_ids
 
+    def given(cu: Any, num: Any, ids: Any) -> SpeculationMetadata:
+        needed, targets, bonus = metadata.logits_indices, metadata.target_logits_indices, metadata.bonus_logits_indices
+        return SpeculationMetadata(num, cu, needed, targets, bonus, DRAFTS, ids)
+
     def over_flat(cu: Any, num: Any, ids: Any, s: Any, q: Any, u: Any, e: Any) -> Any:
-        made = SpeculationMetadata(num, cu, num, num, num, DRAFTS, ids)
-        return rejection_sample_flat(made, s, q, False, Draws(u, e))
+        return rejection_sample_flat(given(cu, num, ids), s, q, False, Draws(u, e))
 
     def greedy_flat(cu: Any, num: Any, ids: Any, s: Any) -> Any:
-        return rejection_sample_flat(SpeculationMetadata(num, cu, num, num, num, DRAFTS, ids), s, greedy=True)
+        return rejection_sample_flat(given(cu, num, ids), s, greedy=True)
 
     return {
         "greedy": (greedy_rejection, (d, s.argmax(-1))),

@@ -174,3 +174,25 @@ def test_the_example_runs(capsys: Any) -> None:
     path = Path(__file__).parents[1] / "examples" / "speculative_decoding_from_scratch.py"
     runpy.run_path(str(path), run_name="__main__")
     assert "identical: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": float("nan")}, "temperature nan"),
+        ({"max_new_tokens": -1}, "max_new_tokens -1"),
+        ({"eos_token_id": [1, 2]}, "one eos_token_id"),
+    ],
+)
+def test_reference_options_that_would_be_taken_wrongly(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        speculative_decode(Table(0), Table(0), PROMPT, 2, **options)
+
+
+def test_vocabularies_that_differ_are_named() -> None:
+    with pytest.raises(ValueError, match="the draft 3"):
+        speculative_decode(Table(0), lambda tokens: torch.zeros(1, tokens.shape[1], 3), PROMPT, 2)
+    processor = RejectionLogitsProcessor(torch.tensor([[1]]), torch.ones(1, 3) / 3)
+    with pytest.raises(ValueError, match=r"draft_probs must be \[1, 5\], got \[1, 3\]"):
+        processor(torch.zeros(1, 2, dtype=torch.long), torch.zeros(1, 5))

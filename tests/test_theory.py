@@ -63,3 +63,13 @@ def test_wrong_values_are_named() -> None:
         expected_tokens(0.5, -1)
     with pytest.raises(ValueError, match="verification 0"):
         speedup(0.5, 3, 0.1, 0)
+    with pytest.raises(ValueError, match=r"whole, got 2\.5"):
+        expected_tokens(0.5, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"got 1\.5"):
+        expected_tokens_tree([0.5, 1.5])
+    with pytest.raises(ValueError, match="draft nan"):
+        speedup(0.5, 3, float("nan"))
+    with pytest.raises(ValueError, match="most is -1"):
+        best_drafted(0.5, 0.1, most=-1)
+    with pytest.raises(ValueError, match="no number to choose"):
+        best_drafted(0.5, 0.1, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,10 +53,12 @@ class SpeculationMetadata:
             device: of the tensors; default that of `input_ids`, else the CPU.
 
         Raises:
+            TypeError: counts that aren't whole numbers.
             ValueError: lengths differ, a count is negative, a row schedules fewer than `num_draft_tokens + 1` tokens,
-                or a row drafts more than `max_spec_len`.
+                a row drafts more than `max_spec_len`, or `input_ids` aren't as many as are scheduled.
         """
-        ends, counts = [int(n) for n in cu_num_scheduled_tokens], [int(n) for n in num_draft_tokens]
+        # index, not int: a fraction is a mistake, not to be cut off.
+        ends, counts = list(map(operator.index, cu_num_scheduled_tokens)), list(map(operator.index, num_draft_tokens))
         if len(ends) != len(counts):
             raise ValueError(f"{len(ends)} rows are scheduled, num_draft_tokens has {len(counts)}")
         longest = max(counts, default=0)
@@ -66,8 +69,9 @@ class SpeculationMetadata:
                                  "the token before the drafts too")  # fmt: skip
             if count > width:
                 raise ValueError(f"row {row} has {count} draft tokens, max_spec_len is {width}")
-        if input_ids is not None and ends and ends[-1] != input_ids.numel():
-            raise ValueError(f"{ends[-1]} tokens are scheduled, input_ids has {input_ids.numel()}")
+        if input_ids is not None and input_ids.shape != (ends[-1] if ends else 0,):
+            raise ValueError(f"{ends[-1] if ends else 0} tokens are scheduled, input_ids must be as many behind one "
+                             f"another, got {list(input_ids.shape)}")  # fmt: skip
         device = input_ids.device if device is None and input_ids is not None else device
         num = torch.tensor(counts, dtype=torch.long)
         needed = num + 1

@@ -47,12 +47,20 @@ def speculative_decode(
         int64 `[1, n + new]`.
 
     Raises:
-        ValueError: not exactly one row, an empty prompt, or a number of draft tokens below 1.
+        ValueError: not exactly one row, an empty prompt, a number of draft tokens below 1, a negative number of new
+            tokens, a temperature that is negative or no number, several EOS tokens, or different vocabularies.
     """
     if prompt.dim() != 2 or prompt.shape[0] != 1 or prompt.shape[1] == 0:
         raise ValueError(f"prompt must be [1, n] with n >= 1, got {list(prompt.shape)}")
     if num_assistant_tokens < 1:
         raise ValueError(f"num_assistant_tokens must be at least 1, got {num_assistant_tokens}")
+    if max_new_tokens < 0 or not 0 <= temperature < float("inf"):
+        raise ValueError(
+            f"max_new_tokens and temperature must be 0 or more, got max_new_tokens {max_new_tokens}, "
+            f"temperature {temperature}"
+        )
+    if isinstance(eos_token_id, (list, tuple, set)):
+        raise ValueError(f"the reference knows one eos_token_id, got {eos_token_id}")
 
     def draw(weights: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(weights, 1, generator=generator)
@@ -67,6 +75,8 @@ def speculative_decode(
             drafted = torch.cat((drafted, draw(q[-1])[None]), dim=1)
         # 2. One target forward judges them all: p[i] is what the target would have drawn the i-th one from.
         p = _distributions(target, drafted, temperature)[length - 1 :]
+        if p.shape[-1] != q[0].shape[-1]:
+            raise ValueError(f"the target has {p.shape[-1]} tokens, the draft {q[0].shape[-1]}: they must be the same")
         new: list[torch.Tensor] = []
         for i, x in enumerate(drafted[0, length:]):
             # 3. Keep the token with probability min(1, p/q).

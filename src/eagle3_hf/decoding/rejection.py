@@ -50,6 +50,21 @@ class Draws:
         exponentials = -torch.log1p(-torch.rand(batch, vocab, device=device, generator=generator))
         return cls(uniforms, exponentials)
 
+    def check(self, batch: int, drafts: int, vocab: int) -> None:
+        """Refuse other shapes (`ValueError`): they would broadcast, and rows or tokens share their numbers."""
+        for name, shape in (("uniforms", (batch, drafts)), ("exponentials", (batch, vocab))):
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"draws.{name} must be {list(shape)}, got {list(getattr(self, name).shape)}")
+
+
+def _check_rows(name: str, values: torch.Tensor | None, batch: int, dtype: torch.dtype | None = None) -> None:
+    if values is None:
+        return
+    if not isinstance(values, torch.Tensor) or values.shape != (batch,) or values.dtype != (dtype or values.dtype):
+        kind = f"{values.dtype} {list(values.shape)}" if isinstance(values, torch.Tensor) else repr(values)
+        wanted = "" if dtype is None else f"{dtype} "
+        raise ValueError(f"{name} must be a {wanted}tensor with a value for each row, [{batch}], got {kind}")
+
 
 def residual(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
     """`(p - q)+`, the distribution of the token after a rejection, not normalised.
@@ -128,6 +143,9 @@ def rejection_sample(
     Raises:
         ValueError: shapes don't fit each other.
     """
+    if draft_tokens.dim() != 2 or scores.dim() != 3:
+        raise ValueError(f"draft_tokens must be [batch, K] and scores [batch, K + 1, vocab], "
+                         f"got {list(draft_tokens.shape)} and {list(scores.shape)}")  # fmt: skip
     batch, drafts = draft_tokens.shape
     if scores.shape[:2] != (batch, drafts + 1):
         raise ValueError(f"{drafts} draft tokens in {batch} rows need scores [{batch}, {drafts + 1}, vocab], "
@@ -137,7 +155,9 @@ def rejection_sample(
     if greedy is True:
         return greedy_rejection(draft_tokens, scores.argmax(dim=-1))
     vocab, device = scores.shape[2], scores.device
-    draws = Draws.make(batch, drafts, vocab, device) if draws is None else draws
+    if draws is None:
+        draws = Draws.make(batch, drafts, vocab, device)
+    draws.check(batch, drafts, vocab)
     probs = target_probabilities(scores, greedy)
     at = draft_tokens.clamp(min=0)[..., None]
     wanted = probs[:, :drafts].gather(2, at)[..., 0]
@@ -174,6 +194,7 @@ def target_probabilities(scores: torch.Tensor, greedy: bool | torch.Tensor = Fal
     onehot = (vocab == scores.argmax(dim=-1, keepdim=True)).float()
     if greedy is True:
         return onehot
+    _check_rows("greedy", greedy, scores.shape[0], torch.bool)
     rows = greedy.view(-1, *[1] * (scores.dim() - 1))
     return torch.where(rows, onehot, scores.float().softmax(dim=-1))
 
@@ -219,11 +240,19 @@ def rejection_sample_flat(
         int64 `[batch, max_spec_len + 1]`, as there.
 
     Raises:
-        ValueError: no draft tokens, neither here nor in `metadata`.
+        ValueError: no draft tokens, neither here nor in `metadata`; shapes that aren't this batch's.
     """
     tokens = metadata.draft_token_ids if draft_tokens is None else draft_tokens
     if tokens is None:
         raise ValueError("draft tokens are needed: build the metadata with input_ids, or pass draft_tokens")
+    drafts, needed = metadata.target_logits_indices.shape[0], metadata.logits_indices.shape[0]
+    if tokens.shape != (drafts,):
+        raise ValueError(f"draft_tokens must be [{drafts}], as the metadata says, got {list(tokens.shape)}")
+    if scores.dim() != 2 or scores.shape[0] != needed:
+        raise ValueError(f"scores must be [{needed}, vocab], those at metadata.logits_indices, "
+                         f"got {list(scores.shape)}")  # fmt: skip
+    if draft_probs is not None and draft_probs.shape != (drafts, scores.shape[1]):
+        raise ValueError(f"draft_probs must be [{drafts}, {scores.shape[1]}], got {list(draft_probs.shape)}")
     ends, counts, width = metadata.cu_num_draft_tokens, metadata.num_draft_tokens, metadata.max_spec_len
     starts = ends - counts
     # Each row before this one has one more logit than it has drafts.
@@ -250,7 +279,12 @@ def warp_rows(
 
     Returns:
         float32 `[batch, ..., vocab]`, dropped tokens at -inf.
+
+    Raises:
+        ValueError: not a tensor with a value for each row.
     """
+    for name, values in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+        _check_rows(name, values, scores.shape[0], torch.long if name == "top_k" else None)
     shape = (-1, *[1] * (scores.dim() - 1))
     scores = scores.float() / torch.where(temperature == 0, 1.0, temperature).view(shape)
     if top_k is None and top_p is None:

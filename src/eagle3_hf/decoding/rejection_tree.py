@@ -70,7 +70,14 @@ def accept_children(
 
     Returns:
         int64 `[...]` tokens, and int64 `[...]` which child that is, -1 when none was kept.
+
+    Raises:
+        ValueError: random numbers of another shape, which would broadcast: nodes or tokens would share them.
     """
+    nodes = torch.broadcast_shapes(target_probs.shape[:-1], children.shape[:-1])
+    for name, given, last in (("uniforms", uniforms, children), ("exponentials", exponentials, target_probs)):
+        if given.shape != (*nodes, last.shape[-1]):
+            raise ValueError(f"{name} must be {[*nodes, last.shape[-1]]}, got {list(given.shape)}")
     p, q = target_probs, draft_probs
     open_ = torch.ones_like(children[..., 0], dtype=torch.bool)
     taken = torch.full_like(children[..., 0], -1)

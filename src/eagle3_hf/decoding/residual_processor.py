@@ -52,6 +52,8 @@ class RejectionLogitsProcessor(LogitsProcessor):
             raise ValueError(
                 f"rejected tokens were given for {self.rejected.shape[0]} rows, scores have {scores.shape[0]}"
             )
+        if self.draft_probs is not None and self.draft_probs.shape != scores.shape:
+            raise ValueError(f"draft_probs must be {list(scores.shape)}, got {list(self.draft_probs.shape)}")
         probs = scores.float().softmax(dim=-1)
         q = None if self.draft_probs is None else self.draft_probs.to(probs)
         for child in self.rejected.to(scores.device).unbind(dim=1):

@@ -29,6 +29,8 @@ def acceptance_probability(target_probs: torch.Tensor, draft_probs: torch.Tensor
 def _check(acceptance: float, drafted: int) -> None:
     if not 0 <= acceptance <= 1:
         raise ValueError(f"an acceptance rate lies in [0, 1], got {acceptance}")
+    if drafted != int(drafted):
+        raise ValueError(f"the number of drafted tokens must be whole, got {drafted}")
     if drafted < 0:
         raise ValueError(f"the number of drafted tokens can't be negative, got {drafted}")
 
@@ -61,6 +63,8 @@ def expected_tokens_at(conditional: Sequence[float]) -> float:
 
 def expected_tokens_tree(reach: Sequence[float]) -> float:
     """Mean tokens a round of a tree: one plus the chance of each node (root not counted) to be on the accepted path."""
+    for rate in reach:
+        _check(rate, 0)
     return 1.0 + sum(reach)
 
 
@@ -80,7 +84,7 @@ def speedup(acceptance: float, drafted: int, draft_cost: float, verify_cost: flo
     Raises:
         ValueError: a rate outside `[0, 1]`, or costs that aren't positive.
     """
-    if draft_cost < 0 or verify_cost <= 0:
+    if not (draft_cost >= 0 and verify_cost > 0):
         raise ValueError(f"costs must be positive, got draft {draft_cost} and verification {verify_cost}")
     return expected_tokens(acceptance, drafted) / (drafted * draft_cost + verify_cost)
 
@@ -94,7 +98,12 @@ def best_drafted(
         acceptance, draft_cost: as there.
         verify_costs: cost of verifying 0, 1, 2, ... draft tokens; 1 for any number where `None`.
         most: largest number considered.
+
+    Raises:
+        ValueError: as there; or nothing to choose from, `most` below 0 or no costs.
     """
+    if most < 0 or (verify_costs is not None and not len(verify_costs)):
+        raise ValueError(f"there is no number to choose: most is {most}, verify_costs {verify_costs}")
     costs = [1.0] * (most + 1) if verify_costs is None else list(verify_costs)[: most + 1]
     speeds = [speedup(acceptance, drafted, draft_cost, cost) for drafted, cost in enumerate(costs)]
     return max(range(len(speeds)), key=speeds.__getitem__)
