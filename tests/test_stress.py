@@ -169,6 +169,8 @@ def failing(kind: str) -> Callable[[], None]:
 
 
 class FailingProcessor(LogitsProcessor):
+    stateless = True  # the countdown doesn't touch the scores
+
     def __init__(self, when: int, fail: Callable[[], None]):
         self.left, self.fail = when, fail
 

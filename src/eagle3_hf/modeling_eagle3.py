@@ -96,6 +96,14 @@ class Eagle3DraftModel(PreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embed_tokens = value
 
+    def _supports_logits_to_keep(self) -> bool:
+        # The first that transformers' own assisted decoding asks an assistant, and no draft should come that far.
+        raise ValueError(
+            "an Eagle3DraftModel drafts for targets only: make the model one with enable_eagle3(model), or load it "
+            "with AutoEagle3Target.from_pretrained(), and pass the draft itself as assistant_model, not a wrapper "
+            "of it (draft.compile() instead of torch.compile(draft))"
+        )
+
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 

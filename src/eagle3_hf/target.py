@@ -138,7 +138,8 @@ class Eagle3TargetMixin:
             if getattr(generation_config, "_eagle3_drafting", None):
                 own = sorted(set(generation_config._eagle3_drafting) & set(DraftingOptions.own_names()))
                 if own:
-                    raise ValueError(f"{own} need assistant_model to be an Eagle3DraftModel, got {type(draft).__name__}")
+                    got = type(draft).__name__
+                    raise ValueError(f"{own} need assistant_model to be an Eagle3DraftModel, got {got}")
             return super()._validate_generation_mode(generation_mode, generation_config, mode_kwargs)
         check_draft_fits(self, draft)
         # transformers refuses num_return_sequences > 1 in assisted generation; our loop takes any batch.

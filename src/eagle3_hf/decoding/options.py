@@ -61,6 +61,12 @@ class DraftingOptions:
                 value = getattr(draft_config, field.name, None)
             if value is not None:
                 values[field.name] = value
+        shapes = ("num_assistant_tokens", "tree_top_k", "tree_total_tokens")
+        both = [name for name in shapes if per_call.get(name) is not None]
+        if both and per_call.get("tree_paths") is not None:
+            raise ValueError(f"tree_paths gives the whole tree: leave out {', '.join(both)}, or tree_paths")
+        if both and values.get("tree_paths") is not None:
+            values["tree_paths"] = None  # the draft's default gives way to a shape asked for in the call
         options = cls(**values)
         options.check()
         return options

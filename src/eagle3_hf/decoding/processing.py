@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable
 from typing import Any
@@ -68,6 +69,53 @@ def _for_rows(processor: Any, places: list[int]) -> Any:
     return processor
 
 
+def _numbers(processor: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in getattr(processor, "__dict__", {}).items()
+        if isinstance(value, int | float | str)
+    }
+
+
+def _refuse_state(processor: Any, ids: torch.Tensor, scores: torch.Tensor, row: int) -> None:
+    """Refuse a processor whose answer for a text changes when it was asked about another text in between.
+
+    Args:
+        processor: of a class that isn't known here. One with a true attribute `stateless` isn't tried.
+        ids: int64 `[batch, length]`, a text for each row of the call.
+        scores: float32 `[vocab]`.
+        row: the row whose text this is.
+
+    Raises:
+        ValueError: it keeps a state; the message names it.
+    """
+    if getattr(processor, "stateless", False):
+        return
+    name = getattr(processor, "__name__", type(processor).__name__)
+    devices = [scores.device] if scores.is_cuda else []
+
+    def ask(text: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices):  # one that draws gives the same again, and the call's draws stay
+            return processor(text, scores.expand(len(text), -1).clone())[row].clone()
+
+    first = ask(ids)
+    before = _numbers(processor)
+    again = None
+    with contextlib.suppress(Exception):  # the longer text may have ended
+        ask(torch.cat((ids, first.argmax().to(ids).expand(len(ids), 1)), dim=1))
+    with contextlib.suppress(Exception):  # a grammar's state, say, takes no token twice
+        again = ask(ids)
+    changed = sorted(key for key, value in _numbers(processor).items() if before.get(key) != value)
+    if again is not None and not changed and torch.allclose(first, again, equal_nan=True):
+        return
+    seen = f"its {', '.join(changed)} changed" if changed else "it answers differently, or fails, when asked again"
+    raise ValueError(
+        f"the logits processor {name} keeps state between calls ({seen}), and draft nodes are asked about in an order "
+        "of their own: generate without assistant_model, make it a function of input_ids, or, if what it keeps "
+        "doesn't change its scores, set its attribute stateless = True"
+    )
+
+
 class NodeProcessor:
     """Applies a `LogitsProcessorList` to the logits of all nodes at once.
 
@@ -80,7 +128,7 @@ class NodeProcessor:
         batch_size: rows of the original call; processors of unknown classes see that many rows, each in its place.
 
     Raises:
-        ValueError: a processor that keeps state between calls.
+        ValueError: a processor that keeps state between calls. Those of unknown classes are tried at the first call.
     """
 
     def __init__(self, processors: LogitsProcessorList, batch_size: int):
@@ -95,6 +143,7 @@ class NodeProcessor:
         emptying = set(_classes(_EMPTYING))
         self.may_empty = [type(p) not in pointwise or type(p) in emptying for p in processors]
         self.batch_size = batch_size
+        self.tried = False
         self.needs_prefix = any(not pointwise for _, pointwise, _ in self.steps)
 
     def __call__(
@@ -149,6 +198,7 @@ class NodeProcessor:
                 # At once, not at the end: some warpers refuse a row in which nothing is left.
                 empty = guesses & ~flat.amax(dim=-1).isfinite()
                 void, flat = void | empty, flat.masked_fill(empty[:, None], 0.0)
+        self.tried = True
         if void is not None:
             void = void.view(batch, nodes)
             flat = flat.masked_fill(void.view(-1, 1), 0.0)
@@ -168,6 +218,8 @@ class NodeProcessor:
         # its row of a batch of the original size. What it does with a batch isn't known: a call for each node.
         for at, place, text, guess in zip(members, places, prefix, guessed):
             batch_ids = text.expand(self.batch_size, -1)
+            if not self.tried and at == members[0]:
+                _refuse_state(processor, batch_ids, flat[at], place)
             try:
                 out[at] = processor(batch_ids, flat[at].expand(self.batch_size, -1).clone())[place]
             except Exception as error:

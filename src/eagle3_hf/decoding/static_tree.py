@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,9 +34,15 @@ def static_shape(paths: Sequence[Sequence[int]]) -> StaticShape:
         paths: each a non-empty sequence of ranks from the root down, e.g. `[(0,), (1,), (0, 0)]`.
 
     Raises:
-        ValueError: no path, a negative rank, a path given twice, or one whose parent isn't listed.
+        ValueError: something else than ranks, no path, a negative rank, a path given twice, or one whose parent
+            isn't listed.
     """
-    listed = [tuple(int(rank) for rank in path) for path in paths]
+    try:
+        listed = [tuple(map(operator.index, path)) for path in paths]
+    except TypeError:
+        raise ValueError(
+            f"tree_paths must be paths of child ranks, as in [(0,), (1,), (0, 0)], got {paths!r}"
+        ) from None
     if not listed or not all(listed):
         raise ValueError("tree_paths needs at least one path, and none may be empty")
     if len(set(listed)) != len(listed):
