@@ -218,3 +218,31 @@ def test_with_an_untouched_model() -> None:
     for text in texts_of(together, inputs):
         prompt = torch.tensor([text[:-12]])
         assert run(prompt, torch.ones_like(prompt))[0].tolist() == text
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_seed_too_few_or_too_many_is_named(models: Any, count: int) -> None:
+    target, (draft, *_) = models
+    for more in ({}, {"assistant_model": draft}):
+        with pytest.raises(ValueError, match=f"{count} seeds were given for 2 rows"):
+            target.generate(
+                **prompts(2, 5), max_new_tokens=4, logits_processor=[DrafterInvariantSampling(range(count))], **more
+            )
+
+
+@pytest.mark.parametrize("nothing", [float("-inf"), float("nan")])
+def test_a_row_without_a_token_is_refused_as_without_the_noise(models: Any, nothing: float) -> None:
+    target, (draft, *_) = models
+
+    def empty(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, nothing) if input_ids.shape[1] > 8 else scores
+
+    for more in ({}, {"assistant_model": draft}, {"assistant_model": draft, "draft_sampling": "sample"}):
+        with pytest.raises(RuntimeError, match="probability tensor"):
+            target.generate(
+                **prompts(2, 5),
+                max_new_tokens=8,
+                do_sample=True,
+                logits_processor=[empty, DrafterInvariantSampling(3)],
+                **more,
+            )

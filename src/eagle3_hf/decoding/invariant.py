@@ -86,16 +86,23 @@ class DrafterInvariantSampling(LogitsProcessor):
         self.pads = None if pads is None else list(pads)
 
     def for_batch(self, attention_mask: torch.Tensor | None, repeats: int = 1) -> DrafterInvariantSampling:
-        """A copy for prompts with this `[batch, prompt]` mask, each repeated `repeats` times (returned sequences)."""
+        """A copy for prompts with this `[batch, prompt]` mask, each repeated `repeats` times (returned sequences).
+
+        Raises:
+            ValueError: a list of more or fewer seeds than rows.
+        """
         bound = copy.copy(self)
         bound.pads = None
         if attention_mask is not None:
+            rows = attention_mask.shape[0] * repeats
+            if isinstance(self.seed, list) and len(self.seed) != rows:
+                raise ValueError(f"{len(self.seed)} seeds were given for {rows} rows: give one a row, or one for all")
             zeros = (attention_mask == 0).sum(dim=1)
             bound.pads = zeros.repeat_interleave(repeats).tolist()
         return bound
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """float `[batch, vocab]`: 0 for the token drawn in each row, -inf for the others."""
+        """float `[batch, vocab]`: 0 for the token drawn in each row (NaN if there is none), -inf for the others."""
         return self.process_rows(input_ids, scores, list(range(scores.shape[0])))
 
     def process_rows(self, input_ids: torch.Tensor, scores: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -121,4 +128,7 @@ class DrafterInvariantSampling(LogitsProcessor):
         keys = torch.tensor(list(known), dtype=torch.long, device=device)
         noise = invariant_noise(keys[:, 0], keys[:, 1], vocab)
         noisy = scores + (noise if len(known) == 1 else noise[torch.tensor(place, device=device)])
-        return torch.full_like(scores, float("-inf")).scatter(1, noisy.argmax(dim=-1, keepdim=True), 0.0)
+        drawn = noisy.argmax(dim=-1, keepdim=True)
+        # NaN where no token is left or the scores are no numbers: sampling refuses it, as it does without the noise.
+        score = (0.0 * noisy.gather(1, drawn)).to(scores.dtype)
+        return torch.full_like(scores, float("-inf")).scatter(1, drawn, score)
