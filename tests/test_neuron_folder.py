@@ -174,7 +174,7 @@ def test_graphs_of_another_torch(export, backend, tmp_path, monkeypatch):
 
 
 def test_a_vision_language_model_is_refused_by_its_own_name():
-    from test_vision_language import llava
+    from vision_models import llava
 
     target, _ = make_pair()
     with pytest.raises(ValueError, match="'llava' can't be exported"):
