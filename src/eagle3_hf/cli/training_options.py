@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .progress import ProgressLines
+
 DataOption = Annotated[
     list[str],
     typer.Option(
@@ -80,6 +82,8 @@ def _quiet_datasets() -> None:
 @contextmanager
 def progress_bar(what: str, total: int | None, done: int, unit: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr with elapsed and remaining time; call what it yields with items done and units made so far."""
+    console = Console(stderr=True)
+    lines = ProgressLines(console, done)
     bar = Progress(
         TextColumn(f"{what} {{task.fields[rate]}}"),
         BarColumn(),
@@ -87,7 +91,7 @@ def progress_bar(what: str, total: int | None, done: int, unit: str) -> Iterator
         TimeElapsedColumn(),
         TextColumn("ETA"),
         TimeRemainingColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
         # The rate of answers changes slowly: short ones come first.
         speed_estimate_period=300,
@@ -99,5 +103,6 @@ def progress_bar(what: str, total: int | None, done: int, unit: str) -> Iterator
         def show(completed: int, units: int) -> None:
             rate = units / max(time.monotonic() - start, 1e-3)
             bar.update(task, completed=completed, rate=f"{rate:.0f} {unit}/s")
+            lines(completed, total, f"{what} {rate:.0f} {unit}/s")
 
         yield show
