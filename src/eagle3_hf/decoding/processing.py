@@ -175,7 +175,7 @@ class NodeProcessor:
         groups = self._groups(tree, ids, lengths) if self.needs_prefix else []
         flat = scores.reshape(batch * nodes, vocab)
         void = guesses = None
-        if nodes > 1 or drafted:
+        if any(self.may_empty) and (nodes > 1 or drafted):
             guesses = (torch.arange(nodes, device=flat.device) >= (not drafted)).repeat(batch)
             void = torch.zeros_like(guesses)
         for step, (processor, pointwise, rowwise) in enumerate(self.steps):
@@ -194,7 +194,7 @@ class NodeProcessor:
                         guessed = (drafted | (members % nodes > 0)).tolist()
                         self._one_by_one(processor, members.tolist(), places, prefix, guessed, flat, out)
                 flat = out
-            if guesses is not None and void is not None and (self.may_empty[step] or step == len(self.steps) - 1):
+            if guesses is not None and void is not None and self.may_empty[step]:
                 # At once, not at the end: some warpers refuse a row in which nothing is left.
                 empty = guesses & ~flat.amax(dim=-1).isfinite()
                 void, flat = void | empty, flat.masked_fill(empty[:, None], 0.0)
