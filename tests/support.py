@@ -202,3 +202,12 @@ def assert_same_as_plain(
         fast = target.generate(**inputs, **options, assistant_model=draft, **drafting)
     assert fast.tolist() == plain.tolist()
     return target.speculation_stats
+
+
+def error_line(result: Any) -> str:
+    """The one line that a command with wrong input must end with; `result` is typer's."""
+    assert result.exit_code == 2, result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]

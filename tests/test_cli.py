@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from support import error_line
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -69,14 +70,6 @@ def run():
     return invoke
 
 
-def _error_line(result):
-    assert result.exit_code == 2, result.output
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
-
-
 @pytest.mark.parametrize("command", [[], ["demo"], ["generate"], ["bench"]])
 def test_help(run, command):
     result = run(*command, "--help", env={"COLUMNS": "200"})
@@ -115,16 +108,16 @@ def test_version(run):
     ],
 )
 def test_wrong_options_are_one_line(run, arguments, words):
-    line = _error_line(run(*arguments, input=""))
+    line = error_line(run(*arguments, input=""))
     assert all(word in line for word in words), line
 
 
 def test_bad_draft_paths(run, folders, tmp_path):
     target, _ = folders
     missing = tmp_path / "nowhere"
-    assert str(missing) in _error_line(run("demo", "--target", target, "--draft", missing))
-    assert "config.json" in _error_line(run("demo", "--target", target, "--draft", tmp_path))
-    assert "pass --draft" in _error_line(run("demo", "--target", target))
+    assert str(missing) in error_line(run("demo", "--target", target, "--draft", missing))
+    assert "config.json" in error_line(run("demo", "--target", target, "--draft", tmp_path))
+    assert "pass --draft" in error_line(run("demo", "--target", target))
 
 
 def test_draft_of_another_target_names_both_sizes(run, folders, tmp_path, tokenizer):
@@ -136,7 +129,7 @@ def test_draft_of_another_target_names_both_sizes(run, folders, tmp_path, tokeni
         target_num_hidden_layers=6,
     )
     Eagle3DraftModel(config).save_pretrained(tmp_path)
-    line = _error_line(run("generate", "hi", "--target", folders[0], "--draft", tmp_path, "--max-new-tokens", "4"))
+    line = error_line(run("generate", "hi", "--target", folders[0], "--draft", tmp_path, "--max-new-tokens", "4"))
     assert "48" in line
     assert "32" in line
 
@@ -147,7 +140,7 @@ def test_debug_shows_the_error_itself(run):
 
 
 def test_no_prompt(run):
-    assert "no prompt" in _error_line(run("generate", input=""))
+    assert "no prompt" in error_line(run("generate", input=""))
 
 
 def test_generate_prints_text_and_nothing_else(run, folders):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from eval_models import POSITIONS, save_models
+from support import error_line
 from typer.testing import CliRunner
 
 from eagle3_hf import Eagle3Config, Eagle3DraftModel
@@ -29,14 +30,6 @@ def folders(tmp_path_factory):
 def cli():
     runner, app = CliRunner(), build_app()
     return lambda *arguments: runner.invoke(app, [str(argument) for argument in arguments])
-
-
-def _error_line(result):
-    assert result.exit_code == 2, result.output
-    lines = result.stderr.strip().splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("error: ")
-    return lines[0]
 
 
 def test_the_command(cli, folders, tmp_path):
@@ -61,7 +54,7 @@ def test_the_command(cli, folders, tmp_path):
     entries = data["batches"]["1"]["datasets"]["own"]
     assert list(entries) == names
     assert {entry["answers"] for entry in entries.values()} == {2}
-    line = _error_line(cli(*common, "--seed", 5))
+    line = error_line(cli(*common, "--seed", 5))
     assert "seed" in line
     assert out.read_bytes().startswith(before)
     sampled = cli(
@@ -95,7 +88,7 @@ def test_a_file_grows_by_methods_with_and_without_a_draft(cli, folders, tmp_path
     torch.manual_seed(5)
     Eagle3DraftModel(Eagle3DraftModel.from_pretrained(draft).config).save_pretrained(tmp_path / "draft")
     before = out.read_bytes()
-    assert "draft_files" in _error_line(cli(*common, "--method", "chain:2"))
+    assert "draft_files" in error_line(cli(*common, "--method", "chain:2"))
     assert out.read_bytes() == before
 
 
@@ -123,20 +116,20 @@ def test_a_report_never_takes_the_place_of_results(cli, folders, tmp_path, monke
         ["report", out],
         ["report", out, "--format", "json", "--report", out],
     ):
-        assert "overwrite the results" in _error_line(cli(*arguments))
-    assert "is a folder" in _error_line(cli("report", out, "--report", tmp_path))
+        assert "overwrite the results" in error_line(cli(*arguments))
+    assert "is a folder" in error_line(cli("report", out, "--report", tmp_path))
     assert out.read_bytes() == before
     # A full disk leaves the page of an earlier run, and nothing half-written.
     page = tmp_path / "page.json"
     page.write_text("earlier")
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path, text, **options):
-        write(path, text[:5], **options)
+    def full(path, data):
+        write(path, data[:5])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
-    assert "No space left" in _error_line(cli("report", out, "--format", "json", "--report", page))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "No space left" in error_line(cli("report", out, "--format", "json", "--report", page))
     assert page.read_text() == "earlier"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["own.jsonl", "page.json", "r.html"]
 
@@ -169,7 +162,7 @@ def test_wrong_input_is_one_line(cli, folders, tmp_path):
         (["report", prompts], ["p.jsonl"]),
     ]
     for arguments, words in cases:
-        line = _error_line(cli(*arguments))
+        line = error_line(cli(*arguments))
         assert all(word in line for word in words), line
 
 

@@ -222,7 +222,7 @@ def _run(harness: Any) -> None:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    console, done = Console(stderr=True), 0
+    console = Console(stderr=True)
     lines = ProgressLines(console)
     # No auto-refresh: its thread would take time from what is measured.
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
@@ -231,8 +231,6 @@ def _run(harness: Any) -> None:
         progress.refresh()
 
         def on_call(record: dict[str, Any] | None) -> None:
-            nonlocal done
-            done += 1
             if record is not None and record["stats"] is not None:
                 so_far = counts.setdefault(record["method"], [0, 0])
                 so_far[0] += record["stats"]["generated"]
@@ -240,6 +238,6 @@ def _run(harness: Any) -> None:
             best = max(counts.items(), key=lambda item: item[1][0] / max(item[1][1], 1), default=None)
             tau = "" if best is None else f" tau {best[1][0] / max(best[1][1], 1):.2f} ({best[0]})"
             progress.update(task, advance=1, description=f"measuring{tau}", refresh=True)
-            lines(done, total, f"measuring{tau}")
+            lines(int(progress.tasks[task].completed), total, f"measuring{tau}")
 
         harness.run(on_call)

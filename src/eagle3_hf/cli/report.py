@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from ..files import write_whole
 
 
 class Format(str, Enum):
@@ -55,17 +56,14 @@ def check_report(results_file: Path, kind: Format, path: Path | None) -> None:
             raise ValueError("an html report needs jinja2: pip install 'eagle3-hf[eval]'") from None
 
 
-def _write_whole(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> None:
     """A full disk leaves the report of an earlier run as it was."""
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")  # a pipe or a terminal
         return
-    scratch = path.with_name(f"{path.name}.tmp")
     try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, path)
+        write_whole(path, text.encode())
     except OSError as error:
-        scratch.unlink(missing_ok=True)
         raise OSError(f"{path}: {error.strerror}; the report isn't written, the results are kept") from error
 
 
@@ -79,7 +77,7 @@ def write_report(results_file: Path, kind: Format, path: Path | None) -> None:
     if place is None:
         Console(soft_wrap=True).out(text, highlight=False)
     else:
-        _write_whole(place, text)
+        _write(place, text)
         Console(highlight=False, soft_wrap=True).print(f"wrote {place}", markup=False)
 
 

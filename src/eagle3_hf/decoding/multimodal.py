@@ -18,6 +18,7 @@ import torch
 
 from ..aux_layers import text_config
 from ..compat import IS_V5, step_inputs
+from .outputs import gather_places
 from .selfcheck import deviation_allowed
 from .tree import chain
 
@@ -147,7 +148,7 @@ def prefill(verifier: Verifier, rows: Rows, model_kwargs: dict[str, Any]) -> tup
         columns = (slots + torch.tensor(width - lengths, device=ids.device)[:, None]) % width
         cache.commit(lengths.tolist(), columns, slots.expand(batch, -1))
         columns = columns[:, : int(lengths.max())]
-        features = _gathered(features, columns, 1)
+        features = gather_places(features, columns, 1)
         if verifier.states is not None:
             verifier.states = _without_padding(out, columns)
     else:
@@ -156,23 +157,13 @@ def prefill(verifier: Verifier, rows: Rows, model_kwargs: dict[str, Any]) -> tup
     return last, features
 
 
-def _gathered(values: torch.Tensor, columns: torch.Tensor, dim: int) -> torch.Tensor:
-    """`values` at each row's `columns` `[batch, n]` along `dim`."""
-    columns = columns.to(values.device)
-    shape = list(values.shape)
-    shape[dim] = columns.shape[1]
-    return values.gather(
-        dim, columns.view(len(columns), *[1] * (dim - 1), -1, *[1] * (values.dim() - 1 - dim)).expand(shape)
-    )
-
-
 def _without_padding(out: Any, columns: torch.Tensor) -> Any:
     """The hidden states and attentions of `out`, with padding on the right."""
     made = SimpleNamespace()
     if out.get("hidden_states") is not None:
-        made.hidden_states = tuple(_gathered(layer, columns, 1) for layer in out.hidden_states)
+        made.hidden_states = tuple(gather_places(layer, columns, 1) for layer in out.hidden_states)
     if out.get("attentions") is not None:
-        made.attentions = tuple(_gathered(_gathered(layer, columns, 2), columns, 3) for layer in out.attentions)
+        made.attentions = tuple(gather_places(gather_places(layer, columns, 2), columns, 3) for layer in out.attentions)
     return made
 
 

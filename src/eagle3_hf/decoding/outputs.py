@@ -92,7 +92,7 @@ class StepRecorder:
             if store is None:
                 continue
             picked = [
-                _at_nodes(layer, path) if layers == "hidden_states" else _over_path(layer, path, starts)
+                gather_places(layer, path, 1) if layers == "hidden_states" else _over_path(layer, path, starts)
                 for layer in out[layers]
             ]
             for i, row in enumerate(rows):
@@ -136,16 +136,19 @@ def _shifted(values: torch.Tensor, shift: torch.Tensor, dim: int, width: int) ->
     return values.gather(dim, at.clamp(min=0).expand(shape)).masked_fill(at < 0, 0)
 
 
-def _at_nodes(states: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-    """`[batch, nodes, hidden]` to `[batch, width, hidden]`."""
-    return states.gather(1, path.to(states.device)[..., None].expand(-1, -1, states.shape[-1]))
+def gather_places(values: torch.Tensor, places: torch.Tensor, dim: int) -> torch.Tensor:
+    """`values` at each row's `places` `[batch, n]` along `dim`, which then is `n` wide."""
+    shape = list(values.shape)
+    shape[dim] = places.shape[1]
+    places = places.view(len(places), *[1] * (dim - 1), -1, *[1] * (values.dim() - 1 - dim))
+    return values.gather(dim, places.to(values.device).expand(shape))
 
 
 def _over_path(weights: torch.Tensor, path: torch.Tensor, starts: list[int]) -> torch.Tensor:
     """Attention `[batch, heads, nodes, keys]` of the path's nodes, over each row's past and then the path."""
     path = path.to(weights.device)
     start = torch.tensor(starts, device=weights.device)[:, None]
-    queries = weights.gather(2, path[:, None, :, None].expand(-1, weights.shape[1], -1, weights.shape[3]))
+    queries = gather_places(weights, path, 2)
     column = torch.arange(max(starts) + path.shape[1], device=weights.device)[None]
     node = path.gather(1, (column - start).clamp(0, path.shape[1] - 1))
     keys = torch.where(column < start, column, start + node).clamp(max=weights.shape[3] - 1)

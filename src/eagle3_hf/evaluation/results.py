@@ -121,10 +121,8 @@ class ResultsWriter:
 
     def _begin(self, settings: dict[str, Any]) -> None:
         before = read_results(self.path)
-        known, now = (
-            before.settings,
-            json.loads(json.dumps(settings)),
-        )  # as JSON reads them back: tuples are lists there
+        known = before.settings
+        now = json.loads(json.dumps(settings))  # as JSON reads them back: tuples are lists there
         for name, value in now.items() if before.size else ():
             if value is not None and known.get(name, value) not in (value, None):
                 raise ValueError(

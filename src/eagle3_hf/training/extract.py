@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ..files import write_whole
 from .documents import Document
 from .features import INDEX, SHARDS, open_shard
-from .files import lock_folder, settings_match, write_whole
+from .files import lock_folder, settings_match
 from .plan import length_batches
 from .target_states import KINDS, TargetTeacher, TeacherStates
 

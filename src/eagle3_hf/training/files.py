@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,13 +24,6 @@ def lock_folder(folder: Path) -> IO[str]:
         handle.close()
         raise ValueError(f"another process is writing to {folder}") from None
     return handle
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Put `data` at `path` in one step."""
-    scratch = path.with_name(f"{path.name}.tmp")
-    scratch.write_bytes(data)
-    os.replace(scratch, path)
 
 
 def settings_match(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

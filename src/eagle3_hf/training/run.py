@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from ..files import write_whole
 from ..modeling_eagle3 import Eagle3DraftModel
 from .arguments import training_arguments
 from .batches import BatchPlan, plan_updates
@@ -222,13 +222,7 @@ def _claim(output: Path, recipe: Recipe, resume: bool) -> None:
             if before["training"].get(key) != now["training"].get(key):
                 logger.warning("training.%s was %s, is %s", key, before["training"].get(key), now["training"].get(key))
     output.mkdir(parents=True, exist_ok=True)
-    _write(output / RECIPE, recipe.dump())
-
-
-def _write(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(text, encoding="utf-8")
-    os.replace(scratch, path)
+    write_whole(output / RECIPE, recipe.dump().encode())
 
 
 def _fingerprint(recipe: Recipe, data: TrainingData) -> str:
@@ -255,7 +249,7 @@ def prepare(recipe: Recipe, data: TrainingData, target: Callable[[], Any], folde
     marker.unlink(missing_ok=True)
     if recipe.objective.kind == "plain":
         _small_model(recipe).save_pretrained(folder / "draft")
-        _write(marker, json.dumps({"fingerprint": fingerprint}))
+        write_whole(marker, json.dumps({"fingerprint": fingerprint}).encode())
         return
     model = target()
     torch.manual_seed(int(recipe.training.get("seed", 42)))
@@ -272,7 +266,7 @@ def prepare(recipe: Recipe, data: TrainingData, target: Callable[[], Any], folde
         with torch.no_grad():
             frozen["embeddings"] = torch.cat([table(part) for part in every.split(4096)]).cpu().contiguous()
     save_file(frozen, folder / "frozen.safetensors")
-    _write(marker, json.dumps({"fingerprint": fingerprint}))
+    write_whole(marker, json.dumps({"fingerprint": fingerprint}).encode())
 
 
 def _small_model(recipe: Recipe) -> Any:
@@ -353,8 +347,8 @@ def finish(trainer: Eagle3Trainer, recipe: Recipe, output: Path) -> RunResult:
     finished = not stopped or state.global_step >= state.max_steps
     sharded = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
-        _write(output / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in state.log_history))
-        _write(output / NUMBERS, json.dumps(numbers, indent=1) + "\n")
+        write_whole(output / "log.jsonl", "".join(json.dumps(entry) + "\n" for entry in state.log_history).encode())
+        write_whole(output / NUMBERS, (json.dumps(numbers, indent=1) + "\n").encode())
         try:
             plot_training(state.log_history, output / CURVES)
         except (ImportError, ValueError) as error:
@@ -362,6 +356,6 @@ def finish(trainer: Eagle3Trainer, recipe: Recipe, output: Path) -> RunResult:
         if finished:
             draft = trainer.draft_copy(sharded).to(getattr(torch, recipe.draft.dtype))
             draft.save_pretrained(output / DRAFT)
-            _write(output / DRAFT / "README.md", training_card(recipe, draft, numbers))
+            write_whole(output / DRAFT / "README.md", training_card(recipe, draft, numbers).encode())
     trainer.accelerator.wait_for_everyone()
     return RunResult(state.global_step, finished, trainer.stop.signal, output / DRAFT if finished else None, numbers)

@@ -14,8 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+from ...files import write_whole
 from ..data import JOURNAL
-from ..files import lock_folder, settings_match, write_whole
+from ..files import lock_folder, settings_match
 
 logger = logging.getLogger(__name__)
 
